@@ -1,0 +1,220 @@
+"""Labels: the names users write, and what they stand for. Imports no torch.
+
+Names follow Megatron Core's `recompute_modules` and `offload_modules` where those exist. A label maps region names to modes; it
+applies to every block that has the region. `parse_arm` reads the grammar of comparison arms:
+`none`, labels joined by `+`, `full`, `full:block:6`, `full:uniform:2`, `offload:gdn_core_attn@0.5`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from .regions import Mode
+
+__all__ = ["FullRecompute", "LABELS", "OFFLOAD_LABELS", "Label", "Selection", "UnavailableLabelError", "parse_arm", "select"]
+
+RESERVED = ("auto", "none", "full")
+FULL_METHODS = ("uniform", "block")
+
+
+class UnavailableLabelError(ValueError):
+    """A label that is known by name but needs a part of lightning-gdn that this version does not have."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Label:
+    """One recompute label."""
+
+    name: str
+    modes: tuple[tuple[str, Mode], ...]
+    """(region, mode) pairs."""
+    remark: str
+    """What to know before using it; shown by `lightning-gdn labels`."""
+    frees_little: bool = False
+    """The label is known to free almost nothing; then a measured zero is no fault."""
+
+
+def _label(name: str, remark: str, *, little: bool = False, inside: str = "", both: str = "") -> Label:
+    modes = [(r, Mode.RECOMPUTE) for r in both.split()] + [(r, Mode.RECOMPUTE_INSIDE) for r in inside.split()]
+    return Label(name=name, modes=tuple(modes), remark=remark, frees_little=little)
+
+
+LABELS: dict[str, Label] = {
+    label.name: label
+    for label in (
+        _label("gdn_in_proj", "W1: frees almost nothing, the projection's output is saved by the convolution", little=True, inside="in_proj"),
+        _label("gdn_in_proj_split", "W2: as gdn_in_proj; the split saves nothing of its own", little=True, inside="in_proj"),
+        _label("gdn_in_proj_conv", "W3: projection and convolution replayed, the convolution's output stays", both="in_proj", inside="conv"),
+        _label(
+            "gdn_in_proj_conv_prep",
+            "W4: as W3 and prep; equal to W3 where nobody saves the convolution's output",
+            both="in_proj conv",
+            inside="prep",
+        ),
+        _label("gdn_conv", "convolution and prep replayed; no GEMM and no collective is replayed", both="conv prep"),
+        _label("gdn_front", "everything in front of the delta rule replayed", both="in_proj conv prep gates"),
+        _label("gdn_norm_out", "gated output norm replayed; with the eager model its fp32 internals go too", both="norm_out"),
+        _label("gdn_gated_delta_rule", "measured as a bad trade on fused kernels: they already recompute inside", inside="delta_rule"),
+        _label(
+            "gdn",
+            "the whole GDN mixer replayed, its output stays",
+            both="in_proj conv prep gates delta_rule norm_out",
+            inside="out_proj",
+        ),
+        _label("layernorm", "both norms of every block replayed", both="input_norm post_norm"),
+        _label("mlp", "dense MLP replayed, its output stays", both="gate_up act", inside="down"),
+        _label("core_attn", "attention core replayed; frees little with fused attention, since q, k, v become inputs", little=True, inside="core_attn"),
+        _label("moe", "routed and shared experts replayed, routing decisions stay", both="experts shared_experts"),
+        _label("moe_act", "activation inside the routed experts replayed", both="moe_act"),
+        _label("shared_experts", "shared experts replayed", inside="shared_experts"),
+        _label("mla_up_proj", "up projections of multi-latent attention", both=""),
+    )
+}
+"""Recompute labels by name."""
+
+OFFLOAD_LABELS: dict[str, str] = {
+    "gdn_core_attn": "what the delta rule retains",
+    "gdn_in_proj": "outputs of the GDN projections",
+    "gdn_norm_out": "what the gated output norm retains",
+    "core_attn": "what the attention core retains",
+    "mlp": "what the dense MLP retains",
+    "moe_act": "activations inside the routed experts",
+    "block_input": "the block's input, with whole-block recompute",
+}
+"""Offload labels by name. They need the offload engine, which this version does not have yet."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FullRecompute:
+    """Whole-block recompute (Megatron Core's granularity `full`)."""
+
+    method: str = "uniform"
+    """`uniform`: every block, in chunks of `num_layers` that keep only the chunk's input. `block`: the first `num_layers` blocks."""
+    num_layers: int | None = None
+    """Chunk length for `uniform` (default 1); number of covered blocks for `block` (default all)."""
+
+    def __post_init__(self) -> None:
+        if self.method not in FULL_METHODS:
+            raise ValueError(f"full: method must be one of {', '.join(FULL_METHODS)}, got {self.method!r}{_hint(self.method, FULL_METHODS)}")
+        if self.num_layers is not None and (not isinstance(self.num_layers, int) or isinstance(self.num_layers, bool) or self.num_layers < 1):
+            raise ValueError(f"full: num_layers must be a positive integer, got {self.num_layers!r}")
+
+    def __str__(self) -> str:
+        if self.num_layers is None:
+            return "full" if self.method == "uniform" else f"full:{self.method}"
+        return f"full:{self.method}:{self.num_layers}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Selection:
+    """What a user asked for, before any model is known: labels, and whole-block recompute."""
+
+    labels: tuple[str, ...] = ()
+    full: FullRecompute | None = None
+
+    @property
+    def is_control(self) -> bool:
+        """True for the control arm: nothing is recomputed and nothing is installed."""
+        return not self.labels and self.full is None
+
+    def __str__(self) -> str:
+        parts = [*self.labels, *([str(self.full)] if self.full else [])]
+        return "+".join(parts) if parts else "none"
+
+
+def _hint(name: str, names: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name.lower().replace("-", "_"), list(names), n=1, cutoff=0.5)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def _check_offload(labels: Sequence[str]) -> None:
+    for label in labels:
+        name = label.partition("@")[0]
+        if name not in OFFLOAD_LABELS:
+            raise ValueError(f"offload: unknown label {name!r}{_hint(name, OFFLOAD_LABELS)}. Valid offload labels: {', '.join(OFFLOAD_LABELS)}")
+        raise UnavailableLabelError(
+            f"offload label {name!r} ({OFFLOAD_LABELS[name]}) needs the offload engine, which is not part of this version of "
+            "lightning-gdn. Leave `offload` empty; recompute labels are available: " + ", ".join(LABELS)
+        )
+
+
+def _full_from_text(text: str) -> FullRecompute:
+    _, *rest = text.split(":")
+    if len(rest) > 2 or any(not part for part in rest):
+        raise ValueError(f"{text!r}: expected full, full:METHOD or full:METHOD:NUM_LAYERS, for instance full:block:6")
+    number: int | None = None
+    if len(rest) == 2:
+        if not rest[1].isdigit():
+            raise ValueError(f"{text!r}: num_layers must be a positive integer, got {rest[1]!r}; for instance full:block:6")
+        number = int(rest[1])
+    return FullRecompute(method=rest[0] if rest else "uniform", num_layers=number)
+
+
+def select(
+    recompute: str | Sequence[str] = (),
+    *,
+    offload: str | Sequence[str] = (),
+    method: str | None = None,
+    num_layers: int | None = None,
+) -> Selection:
+    """Check what a user wrote and return it as a `Selection`.
+
+    Args:
+        recompute: labels; a bare string is one label (or an arm such as `"gdn_conv+layernorm"`). `[]` and `"none"` are the control.
+        offload: offload labels.
+        method, num_layers: for `full`, as in Megatron Core (`recompute_method`, `recompute_num_layers`).
+
+    Raises:
+        ValueError: unknown label (names the nearest and all valid ones), wrong type, or `method` without `full`.
+        UnavailableLabelError: a known label that needs a part this version does not have.
+    """
+    if isinstance(recompute, str):
+        recompute = [part.strip() for part in recompute.split("+")]
+    if not isinstance(recompute, Sequence) or not all(isinstance(part, str) for part in recompute):
+        raise ValueError(f"recompute: expected a label or a list of labels, got {recompute!r}. Valid labels: {', '.join(LABELS)}, full")
+    if isinstance(offload, str):
+        offload = [offload]
+    labels: list[str] = []
+    full: FullRecompute | None = None
+    for name in recompute:
+        if name == "none":
+            if len(recompute) > 1:
+                raise ValueError(f"'none' is the control and cannot be combined with other labels, got {list(recompute)}")
+            continue
+        if name == "auto":
+            raise UnavailableLabelError("'auto' needs the planner, which is not part of this version of lightning-gdn. Name labels instead: " + ", ".join(LABELS))
+        if name.startswith("offload:"):
+            _check_offload(name.removeprefix("offload:").split(","))
+        if name == "full" or name.startswith("full:"):
+            if full is not None:
+                raise ValueError(f"'full' is given twice: {list(recompute)}")
+            full = _full_from_text(name)
+            continue
+        if name not in LABELS:
+            remark = f" ({name!r} is an offload label: pass it as offload=[{name!r}])" if name in OFFLOAD_LABELS else ""
+            raise ValueError(
+                f"recompute: unknown label {name!r}{_hint(name, [*LABELS, *RESERVED])}{remark}. Valid labels: {', '.join(LABELS)}, full (full:block:N, full:uniform:N), none"
+            )
+        if name not in labels:
+            labels.append(name)
+    _check_offload(list(offload))
+    if (method is not None or num_layers is not None) and full is None:
+        raise ValueError(f"method={method!r} and num_layers={num_layers!r} only apply to 'full', got labels {list(recompute)}")
+    if full is not None and (method is not None or num_layers is not None):
+        if full != FullRecompute():
+            raise ValueError(f"give method and num_layers either in the label {str(full)!r} or as arguments, not both")
+        full = FullRecompute(method=method or "uniform", num_layers=num_layers)
+    return Selection(labels=tuple(labels), full=full)
+
+
+def parse_arm(text: str) -> Selection:
+    """Read one arm of a comparison, for instance `gdn_conv+gdn_norm_out+layernorm` or `full:block:6`.
+
+    Raises:
+        ValueError: as `select`, and for an empty arm.
+    """
+    if not text.strip():
+        raise ValueError("empty arm; write 'none' for the control")
+    return select(text.strip())
