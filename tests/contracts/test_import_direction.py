@@ -18,6 +18,7 @@ LOADS_NOT: dict[str, tuple[str, ...]] = {
     "lightning_gdn.labels": LIGHT,
     "lightning_gdn.plan": LIGHT,
     "lightning_gdn.tape": ("transformers", "fla", "lightning", "wandb"),
+    "lightning_gdn.replay": ("transformers", "fla", "lightning", "wandb"),
     "lightning_gdn.ledger": ("transformers", "fla", "lightning", "wandb"),
     "lightning_gdn.apply": ("lightning", "wandb", "lightning_gdn.strategies", "lightning_gdn.callbacks"),
     "lightning_gdn.strategies": ("wandb", "lightning_gdn.callbacks", "lightning_gdn.bench"),

@@ -38,9 +38,7 @@ def broken_links(document: Path) -> list[str]:
             continue
         name, _, anchor = target.partition("#")
         path = (document.parent / name) if name else document
-        if not path.exists():
-            broken.append(target)
-        elif anchor and path.suffix == ".md" and anchor not in _anchors(path):
+        if not path.exists() or (anchor and path.suffix == ".md" and anchor not in _anchors(path)):
             broken.append(target)
     return broken
 

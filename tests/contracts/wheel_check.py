@@ -29,7 +29,8 @@ PROBE = """
 import json, sys
 from importlib import metadata, resources
 import lightning_gdn, lightning_gdn.callbacks, lightning_gdn.labels
-recipes = {entry.name: entry.read_text(encoding="utf-8") for entry in resources.files("lightning_gdn.recipes").iterdir() if entry.name.endswith(".yaml")}
+folder = resources.files("lightning_gdn.recipes")
+recipes = {entry.name: entry.read_text(encoding="utf-8") for entry in folder.iterdir() if entry.name.endswith(".yaml")}
 bare = []
 for name in ("callbacks", "recipes", "tests", "notebooks", "benchmarks"):
     try:
@@ -83,8 +84,7 @@ def wrong_with_names(names: set[str], expected: set[str]) -> list[str]:
     """Problems with the file names of a wheel, of which `expected` is the package's share."""
     problems = [f"missing: {name}" for name in sorted(expected - names)]
     for name in sorted(names - expected):
-        top, _, inner = name.partition("/")
-        if not top.endswith(".dist-info"):
+        if not name.split("/")[0].endswith(".dist-info"):
             problems.append(f"not of the package: {name}")
     licences = {name for name in names if name.endswith(".dist-info/licenses/LICENSE")}
     return problems if licences else [*problems, "missing: the licence text"]
