@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from .regions import Mode
 
-__all__ = ["FullRecompute", "LABELS", "OFFLOAD_LABELS", "Label", "Selection", "UnavailableLabelError", "parse_arm", "select"]
+__all__ = ["FullRecompute", "LABELS", "OFFLOAD_LABELS", "Label", "Selection", "UnavailableLabelError", "advice", "parse_arm", "select"]
 
 RESERVED = ("auto", "none", "full")
 FULL_METHODS = ("uniform", "block")
@@ -65,7 +65,9 @@ LABELS: dict[str, Label] = {
         ),
         _label("layernorm", "both norms of every block replayed", both="input_norm post_norm"),
         _label("mlp", "dense MLP replayed, its output stays", both="gate_up act", inside="down"),
-        _label("core_attn", "attention core replayed; frees little with fused attention, since q, k, v become inputs", little=True, inside="core_attn"),
+        _label(
+            "core_attn", "attention core replayed; frees little with fused attention, since q, k, v become inputs", little=True, inside="core_attn"
+        ),
         _label("moe", "routed and shared experts replayed, routing decisions stay", both="experts shared_experts"),
         _label("moe_act", "activation inside the routed experts replayed", both="moe_act"),
         _label("shared_experts", "shared experts replayed", inside="shared_experts"),
@@ -184,7 +186,9 @@ def select(
                 raise ValueError(f"'none' is the control and cannot be combined with other labels, got {list(recompute)}")
             continue
         if name == "auto":
-            raise UnavailableLabelError("'auto' needs the planner, which is not part of this version of lightning-gdn. Name labels instead: " + ", ".join(LABELS))
+            raise UnavailableLabelError(
+                "'auto' needs the planner, which is not part of this version of lightning-gdn. Name labels instead: " + ", ".join(LABELS)
+            )
         if name.startswith("offload:"):
             _check_offload(name.removeprefix("offload:").split(","))
         if name == "full" or name.startswith("full:"):
@@ -218,3 +222,18 @@ def parse_arm(text: str) -> Selection:
     if not text.strip():
         raise ValueError("empty arm; write 'none' for the control")
     return select(text.strip())
+
+
+_CHEAPER = {
+    "gdn_in_proj": "gdn_norm_out",
+    "gdn_in_proj_split": "gdn_norm_out",
+    "gdn_in_proj_conv": "gdn_conv+gdn_norm_out+layernorm",
+    "gdn_in_proj_conv_prep": "gdn_conv+gdn_norm_out+layernorm",
+    "gdn_gated_delta_rule": "gdn_norm_out",
+}
+"""Measured on a GDN stack (hidden 2048, 16,384 tokens): these free more for less step time."""
+
+
+def advice(selection: Selection) -> list[str]:
+    """One line for every label for which a cheaper plan is known that saves more."""
+    return [f"{name}: {_CHEAPER[name]} saves more for less step time (measured on fused kernels)" for name in selection.labels if name in _CHEAPER]

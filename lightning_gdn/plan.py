@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .labels import LABELS, FullRecompute, Selection
 from .regions import BlockLayout, Mode, stronger
@@ -101,8 +101,11 @@ class Plan:
     def __str__(self) -> str:
         if self.is_control:
             return f"plan {self.source}: {len(self.blocks)} blocks, every region kept"
-        rows = ", ".join(f"{key} in {count}" for key, count in self.counts().items())
-        return f"plan {self.source}: {len(self.blocks)} blocks; {rows}"
+        whole = [block for block in self.blocks if all(mode is Mode.RECOMPUTE for _, mode in block.modes)]
+        rows = [f"{len(whole)} recomputed whole"] if whole else []
+        rest = replace(self, blocks=tuple(block for block in self.blocks if block not in whole))
+        rows += [f"{key} in {count}" for key, count in rest.counts().items()]
+        return f"plan {self.source}: {len(self.blocks)} blocks; {', '.join(rows)}"
 
     def to_json(self) -> str:
         """Serialise; `Plan.from_json` gives an equal plan back."""

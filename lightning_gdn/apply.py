@@ -1,0 +1,266 @@
+"""Apply a plan to a model: the functional core. Strategies, the Hugging Face Trainer, Fabric and plain loops use the same function.
+
+with apply_plan(model, ["gdn_conv", "gdn_norm_out", "layernorm"]) as applied:
+    ...
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from torch import nn
+
+from .adapters import Adapter, adapters_for
+from .labels import LABELS, Selection, select
+from .ledger import Ledger
+from .plan import Plan
+from .regions import GDN, BlockLayout, Mode
+from .takeover import ON_FOREIGN_HOOKS, BlockTakeover, PartTakeover, Session, Takeover
+
+__all__ = ["AppliedPlan", "FreesNothingWarning", "apply_plan", "inspect_model", "instrument"]
+
+KERNELS = ("stock",)
+_log = logging.getLogger("lightning_gdn")
+
+
+class FreesNothingWarning(UserWarning):
+    """A label freed no memory in the first step although it should."""
+
+
+@dataclass(frozen=True)
+class FoundBlock:
+    """A block that an adapter knows."""
+
+    module: nn.Module
+    adapter: Adapter
+    layout: BlockLayout
+
+
+@dataclass(frozen=True)
+class ModelReport:
+    """What `inspect_model` found."""
+
+    blocks: tuple[FoundBlock, ...]
+    unknown: tuple[str, ...]
+    """`name (class)` of modules that look like Gated DeltaNet mixers and belong to no known block."""
+
+    @property
+    def layouts(self) -> tuple[BlockLayout, ...]:
+        """Layouts of the known blocks, in the order of the forward."""
+        return tuple(block.layout for block in self.blocks)
+
+    def __str__(self) -> str:
+        gdn = sum(layout.kind == GDN for layout in self.layouts)
+        text = f"GDN blocks: {gdn} of {len(self.blocks)} layers, {gdn} taken over"
+        if self.unknown:
+            text += f"; {len(self.unknown)} modules that look like Gated DeltaNet are of no known family and stay untouched: {', '.join(self.unknown[:3])}"
+        return text
+
+
+def _looks_like_gdn(module: nn.Module) -> bool:
+    names = {*module._parameters, *module._modules}
+    return {"A_log", "dt_bias"} <= names and bool(names & {"conv1d", "q_conv1d"})
+
+
+def inspect_model(model: nn.Module) -> ModelReport:
+    """Find the blocks of every known family in a model, through any nesting."""
+    adapters = adapters_for()
+    blocks: list[FoundBlock] = []
+    inside: set[int] = set()
+    for name, module in model.named_modules():
+        adapter = next((a for a in adapters if a.matches(module)), None)
+        if adapter is not None:
+            blocks.append(FoundBlock(module, adapter, adapter.layout(name, module)))
+            inside.update(id(m) for m in module.modules())
+    unknown = tuple(f"{n} ({type(m).__name__})" for n, m in model.named_modules() if id(m) not in inside and _looks_like_gdn(m))
+    return ModelReport(tuple(blocks), unknown)
+
+
+class AppliedPlan:
+    """A plan in force on a model. Ends with `undo()`, or at the end of a `with` block."""
+
+    def __init__(self, report: ModelReport, plan: Plan, selection: Selection | None, session: Session, takeovers: Sequence[Takeover]) -> None:
+        self.plan = plan
+        """The plan in force."""
+        self.blocks = report.layouts
+        """Layouts of the blocks that were found."""
+        self._report, self._selection, self._session = report, selection, session
+        self._takeovers = list(takeovers)
+
+    @property
+    def ledger(self) -> Ledger:
+        """What blocks and regions keep and discard; filled by the first forward of every block."""
+        return self._session.ledger
+
+    @property
+    def kernels(self) -> dict[str, str]:
+        """Region -> kernel that really ran; filled by the first forward."""
+        return self._session.kernels
+
+    @property
+    def installed(self) -> bool:
+        """True while the model's forwards are replaced."""
+        return bool(self._takeovers)
+
+    def describe(self) -> str:
+        """Blocks, plan and kernels, a line each."""
+        lines = [str(self._report), str(self.plan)]
+        if self.plan.is_control:
+            lines.append("nothing is installed: the model runs untouched")
+        if self.kernels:
+            lines.append("kernels: " + ", ".join(f"{region} {name}" for region, name in self.kernels.items()))
+        return "\n".join(lines)
+
+    def undo(self) -> None:
+        """Put every forward back. Calling it again does nothing."""
+        while self._takeovers:
+            self._takeovers.pop().remove()
+
+    def __enter__(self) -> AppliedPlan:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.undo()
+
+    def _check_labels(self) -> None:
+        """After the first forward: a label whose regions saved something and that freed nothing is a fault."""
+        rows = self.ledger.by_region()
+        for name in self._selection.labels if self._selection else ():
+            label = LABELS[name]
+            regions = [rows[region] for region, _ in label.modes if region in rows]
+            net = sum(row.freed_bytes - row.replay_input_bytes for row in regions)
+            if net <= 0 and sum(row.kept_bytes + row.discarded_bytes for row in regions):
+                if label.frees_little:
+                    _log.info("label %s frees nothing on this model: %s", name, label.remark)
+                else:
+                    warnings.warn(
+                        f"label {name!r} freed no memory in the first step ({label.remark}); `ledger.rows()` shows where",
+                        FreesNothingWarning,
+                        stacklevel=2,
+                    )
+
+
+def _refuse_other_recompute(model: nn.Module, report: ModelReport) -> None:
+    for found in report.blocks:
+        if getattr(found.module, "gradient_checkpointing", False):
+            raise ValueError(
+                f"block {found.layout.name!r} already has Hugging Face gradient checkpointing on; regions would be replayed inside its recompute. "
+                "Call model.gradient_checkpointing_disable() first, or use recompute=['full'] instead of it."
+            )
+    for name, module in model.named_modules():
+        if type(module).__name__ == "CheckpointWrapper" and any(found.layout.name.startswith(f"{name}.") for found in report.blocks):
+            raise ValueError(
+                f"module {name!r} is a CheckpointWrapper around blocks that the plan takes over (an FSDP activation checkpointing policy?). "
+                "Remove the policy, or use recompute=['full'] instead of it."
+            )
+
+
+def _refuse_second_plan(report: ModelReport) -> None:
+    for found in report.blocks:
+        if any(isinstance(value, Takeover) for value in found.module.__dict__.values()):
+            raise RuntimeError(f"block {found.layout.name!r} is under another plan already; call undo() on what apply_plan returned first")
+
+
+def _no_blocks(model: nn.Module, report: ModelReport) -> ValueError:
+    known = "Hugging Face qwen3_5 dense text models (class Qwen3_5DecoderLayer)"
+    seen = f" Modules that look like Gated DeltaNet but are of no known family: {', '.join(report.unknown[:5])}." if report.unknown else ""
+    return ValueError(
+        f"model {type(model).__name__}: 0 blocks were found to take over. Looked for decoder layers with a Gated DeltaNet mixer of {known} in every "
+        f"submodule.{seen} Use recompute=[] to train this model without a plan."
+    )
+
+
+def apply_plan(
+    model: nn.Module,
+    plan_or_labels: Plan | Selection | str | Sequence[str],
+    *,
+    kernels: str = "stock",
+    on_foreign_hooks: str = "raise",
+) -> AppliedPlan:
+    """Put a plan into force on a model until `undo()`.
+
+    Args:
+        model: any module that contains the blocks, at any depth. Parameters, names and `state_dict` do not change.
+        plan_or_labels: labels (`["gdn_conv", "layernorm"]`, `"full:block:6"`, `[]` for the control), or a `Plan` made for this model.
+        kernels: `"stock"` runs what the model itself would run.
+        on_foreign_hooks: what to do when a block is called inside other saved-tensor hooks: `"raise"`, or `"bypass"` (run untouched).
+
+    Returns:
+        The plan in force. With the control nothing is installed.
+
+    Raises:
+        ValueError: unknown label, no block found, a label no block has a region for, a plan of another model, or gradient
+            checkpointing that is already on.
+        RuntimeError: the model is under a plan already.
+    """
+    if kernels not in KERNELS:
+        later = " (fused kernels are not part of this version)" if kernels == "fused" else ""
+        raise ValueError(f"kernels: expected one of {', '.join(KERNELS)}, got {kernels!r}{later}")
+    if on_foreign_hooks not in ON_FOREIGN_HOOKS:
+        raise ValueError(f"on_foreign_hooks: expected one of {', '.join(ON_FOREIGN_HOOKS)}, got {on_foreign_hooks!r}")
+    selection = None
+    if not isinstance(plan_or_labels, Plan):
+        selection = plan_or_labels if isinstance(plan_or_labels, Selection) else select(plan_or_labels)
+    report = inspect_model(model)
+    control = selection.is_control if selection is not None else plan_or_labels.is_control  # type: ignore[union-attr]
+    if not control and not any(layout.kind == GDN for layout in report.layouts):
+        raise _no_blocks(model, report)
+    plan = Plan.from_labels(selection, report.layouts) if selection is not None else _checked(plan_or_labels, report)  # type: ignore[arg-type]
+    session = Session(Ledger(block.name for block in plan.blocks), on_foreign_hooks)
+    if plan.is_control:
+        return AppliedPlan(report, plan, selection, session, ())
+    _refuse_second_plan(report)
+    _refuse_other_recompute(model, report)
+    if report.unknown:
+        _log.warning("%s", report)
+    applied = AppliedPlan(report, plan, selection, session, _install(report, plan, session))
+    session.on_complete = applied._check_labels
+    return applied
+
+
+def _checked(plan: Plan, report: ModelReport) -> Plan:
+    expected = [(layout.name, layout.regions) for layout in report.layouts]
+    got = [(block.name, tuple(region for region, _ in block.modes)) for block in plan.blocks]
+    if expected != got:
+        first = next((pair for pair in zip(got, expected, strict=False) if pair[0] != pair[1]), (len(got), len(expected)))
+        raise ValueError(
+            f"plan: made for another model: got {first[0]}, the model has {first[1]}. Make it with Plan.from_labels on inspect_model(model).layouts"
+        )
+    return plan
+
+
+def _install(report: ModelReport, plan: Plan, session: Session) -> list[Takeover]:
+    takeovers: list[Takeover] = []
+    for found, block in zip(report.blocks, plan.blocks, strict=True):
+        modes: dict[str, Mode] = dict(block.modes)
+        takeovers.append(BlockTakeover(found.module, found.adapter, block.name, modes, block.carry, session))
+        takeovers += [PartTakeover(module, run) for module, run in found.adapter.parts(found.module)]
+    for takeover in takeovers:
+        takeover.install()
+    return takeovers
+
+
+@contextmanager
+def instrument(model: nn.Module) -> Iterator[Ledger]:
+    """Count what the untouched model retains: every region in `keep`, the ledger on for the first forward of each block.
+
+        with instrument(model) as ledger:
+            model(input_ids=ids, labels=ids).loss.backward()
+        print(ledger.retained_bytes)
+
+    Raises:
+        ValueError, RuntimeError: as `apply_plan`.
+    """
+    report = inspect_model(model)
+    if not report.blocks:
+        raise _no_blocks(model, report)
+    _refuse_second_plan(report)
+    plan = Plan.keep(report.layouts)
+    session = Session(Ledger(block.name for block in plan.blocks), "raise")
+    applied = AppliedPlan(report, plan, None, session, _install(report, plan, session))
+    with applied:
+        yield applied.ledger

@@ -1,0 +1,216 @@
+"""The ledger: what each block and region keeps and gives up between forward and backward, counted storage by storage.
+
+It fills itself in one instrumented step (the first forward of every taken-over block, and again after `arm()`); other steps run
+without it. All figures are bytes of *unique storages per block*; parameters and views of them are never counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from .replay import Region, Slot
+
+__all__ = ["Ledger", "LedgerRow"]
+
+BETWEEN = "between_regions"
+"""Row for tensors saved outside every region."""
+
+
+@dataclass(kw_only=True)
+class LedgerRow:
+    """Bytes and counts of one region of one block (or of all blocks, from `Ledger.by_region`)."""
+
+    block: str
+    region: str
+    kept_bytes: int = 0
+    """Storages that autograd saved here first and that stay until backward."""
+    discarded_bytes: int = 0
+    """Storages that autograd saved here first and whose memory went after the forward."""
+    weight_cast_bytes: int = 0
+    """Of kept and discarded: copies of weights that autocast made."""
+    replay_input_bytes: int = 0
+    """Storages that the untouched model would have let go, held so that this region can be replayed."""
+    freed_bytes: int = 0
+    """Storages that a replay of *this* region brings back, whoever saved them."""
+    calls: int = 0
+    replays: int = 0
+
+    def add(self, other: LedgerRow) -> None:
+        """Add the figures of another row."""
+        for item in fields(self):
+            if item.name not in ("block", "region"):
+                setattr(self, item.name, getattr(self, item.name) + getattr(other, item.name))
+
+
+class Ledger:
+    """Rows per block and region; see the module docstring."""
+
+    def __init__(self, blocks: Iterable[str]) -> None:
+        self.blocks = tuple(blocks)
+        self._rows: dict[tuple[str, str], LedgerRow] = {}
+        self.pending: set[str] = set(self.blocks)
+
+    def arm(self) -> None:
+        """Clear the rows and instrument the next forward of every block."""
+        self._rows.clear()
+        self.pending = set(self.blocks)
+
+    @property
+    def complete(self) -> bool:
+        """True once every block was instrumented."""
+        return not self.pending and bool(self.blocks)
+
+    def rows(self) -> list[LedgerRow]:
+        """One row per block and region, in the order of the forward."""
+        return list(self._rows.values())
+
+    def by_region(self) -> dict[str, LedgerRow]:
+        """Rows summed over blocks."""
+        total: dict[str, LedgerRow] = {}
+        for row in self._rows.values():
+            total.setdefault(row.region, LedgerRow(block="*", region=row.region)).add(row)
+        return total
+
+    def _sum(self, name: str) -> int:
+        return sum(getattr(row, name) for row in self._rows.values())
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes that autograd saved and that stay; `kept + discarded` is what the untouched blocks retain."""
+        return self._sum("kept_bytes")
+
+    @property
+    def discarded_bytes(self) -> int:
+        """Bytes that autograd saved and whose memory went after the forward."""
+        return self._sum("discarded_bytes")
+
+    @property
+    def replay_input_bytes(self) -> int:
+        """Bytes held only so that a replay can run."""
+        return self._sum("replay_input_bytes")
+
+    @property
+    def retained_bytes(self) -> int | None:
+        """Bytes that the blocks hold between forward and backward (`kept + replay_input`); None before the first forward."""
+        return self.kept_bytes + self.replay_input_bytes if self._rows else None
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-able: totals and rows summed over blocks."""
+        return {
+            "blocks": len(self.blocks) - len(self.pending),
+            "retained_bytes": self.retained_bytes,
+            "kept_bytes": self.kept_bytes,
+            "discarded_bytes": self.discarded_bytes,
+            "replay_input_bytes": self.replay_input_bytes,
+            "by_region": {name: {k: v for k, v in asdict(row).items() if k not in ("block", "region")} for name, row in self.by_region().items()},
+        }
+
+    def probe(self, block: str, module: nn.Module) -> BlockProbe | None:
+        """The probe for this call of a block, or None if it was instrumented already."""
+        if block not in self.pending:
+            return None
+        return BlockProbe(self, block, module)
+
+    def row(self, block: str, region: str) -> LedgerRow:
+        """The row of a block's region, made if needed."""
+        key = (block, region)
+        found = self._rows.get(key)
+        if found is None:
+            found = self._rows[key] = LedgerRow(block=block, region=region)
+        return found
+
+
+@dataclass(slots=True)
+class _Storage:
+    region: str
+    nbytes: int
+    cast: bool
+    packed: list[object]
+    pin: StorageWeakRef
+    """Pins the address: storages die inside a block, and their addresses are used again."""
+
+
+class BlockProbe:
+    """Counts one call of one block."""
+
+    def __init__(self, ledger: Ledger, block: str, module: nn.Module) -> None:
+        self._ledger, self._block = ledger, block
+        self._storages: dict[int, _Storage] = {}
+        self._weights = {(tuple(p.shape), p.dtype) for p in module.parameters()}
+
+    def called(self, region: str) -> None:
+        """A region ran in the forward."""
+        self._ledger.row(self._block, region).calls += 1
+
+    def replayed(self, region: str) -> None:
+        """A region of this call was replayed."""
+        self._ledger.row(self._block, region).replays += 1
+
+    def saved(self, region: str, tensor: Tensor, packed: object) -> None:
+        """Autograd saved a tensor that is no parameter."""
+        storage = tensor.untyped_storage()
+        entry = self._storages.get(storage._cdata)
+        if entry is None:
+            cast = _is_weight_cast(tensor, self._weights)
+            entry = self._storages[storage._cdata] = _Storage(region or BETWEEN, storage.nbytes(), cast, [], StorageWeakRef(storage))
+        entry.packed.append(packed)
+
+    def finish(self, regions: Sequence[Region]) -> None:
+        """The block's forward ended: decide what stays."""
+        held: dict[int, tuple[str, int]] = {}
+        for region in regions:
+            for arg in region.args or ():
+                if type(arg) is Slot and arg.tensor is not None:
+                    storage = arg.tensor.untyped_storage()
+                    held.setdefault(storage._cdata, (region.fn.name, storage.nbytes()))
+        for key, entry in self._storages.items():
+            handles = [p.region for p in entry.packed if type(p) is Slot and p.region is not None]
+            row = self._ledger.row(self._block, entry.region)
+            if entry.cast:
+                row.weight_cast_bytes += entry.nbytes
+            if len(handles) < len(entry.packed) or key in held:
+                row.kept_bytes += entry.nbytes
+            else:
+                row.discarded_bytes += entry.nbytes
+                self._ledger.row(self._block, handles[0].fn.name).freed_bytes += entry.nbytes
+            held.pop(key, None)
+        for name, nbytes in held.values():
+            self._ledger.row(self._block, name).replay_input_bytes += nbytes
+        self._storages.clear()
+        self._ledger.pending.discard(self._block)
+
+
+_LAYOUT_NODES = (
+    "TBackward",
+    "TransposeBackward",
+    "ViewBackward",
+    "UnsqueezeBackward",
+    "SqueezeBackward",
+    "PermuteBackward",
+    "UnsafeViewBackward",
+    "ReshapeAliasBackward",
+)
+
+
+def _is_weight_cast(tensor: Tensor, weights: set[tuple[tuple[int, ...], Any]]) -> bool:
+    """A copy in another dtype that autocast made of a parameter, or a view of such a copy."""
+    node, copied = tensor.grad_fn, False
+    if node is None:  # a frozen weight's cast has no graph; then only its shape tells
+        shapes = {tuple(tensor.shape), tuple(tensor.shape[::-1])}
+        return any(shape in shapes and dtype != tensor.dtype for shape, dtype in weights) and tensor.dim() >= 2
+    for _ in range(5):
+        name = node.name()
+        if name.startswith("ToCopyBackward"):
+            copied = True
+        elif not name.startswith(_LAYOUT_NODES):
+            break
+        node = node.next_functions[0][0]
+        if node is None:
+            return False
+    variable = getattr(node, "variable", None)
+    return copied and isinstance(variable, nn.Parameter)

@@ -1,0 +1,269 @@
+"""Regions as they are replayed: what one call of a recomputed region needs to run again, and the handles it serves.
+
+A `Slot` stands for a saved tensor: the tensor itself, or a handle *(region, which tensor, size, stride, offset)*. The first handle
+that backward asks for replays its region once; each tensor of the replay is dropped when its last handle was served. A later
+backward over the same graph (`retain_graph=True`) replays again.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+__all__ = ["Region", "RegionFn", "RngState", "Slot", "in_replay", "is_parameter", "modified", "thread_state"]
+
+_MODIFIED = (
+    "one of the variables needed for gradient computation has been modified by an inplace operation: {what} is at version {now}; "
+    "expected version {then} instead (lightning_gdn tape). {hint}"
+)
+thread_state = threading.local()
+"""`tape`: the tape of the running block; `replays`: depth of running replays. Backward runs in threads of its own on CUDA."""
+_current_graph_task_id = torch._C._current_graph_task_id  # type: ignore[attr-defined]
+
+
+def in_replay() -> bool:
+    """True while a region is being replayed in backward. Module hooks inside a replayed region fire again; ask here to tell."""
+    return getattr(thread_state, "replays", 0) > 0
+
+
+class ReplayCounter(Protocol):
+    """What the ledger offers in an instrumented step."""
+
+    def replayed(self, region: str) -> None:
+        """A region was replayed."""
+
+
+def _is_pure(module: nn.Module, pure: frozenset[type]) -> bool:
+    return type(module) in pure and not module._forward_hooks and not module._forward_pre_hooks
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class RegionFn:
+    """One region of one model family.
+
+    `call(owner, *args)` is a top-level function that takes **every** tensor as an argument: a closure over a tensor would keep the
+    graph alive when a backward never comes. It returns a tensor or a flat tuple.
+    """
+
+    name: str
+    call: Callable[..., Any]
+    modules: tuple[str, ...] = ()
+    """Attributes of the owner: submodules the region calls."""
+    params: tuple[str, ...] = ()
+    """Attributes of the owner: parameters the region reads itself."""
+    pure: frozenset[type] = field(default=frozenset({nn.Linear, nn.Conv1d, nn.SiLU}))
+    """Module classes known to draw no random numbers. Any other class makes the region snapshot the random state."""
+    draws: Callable[[nn.Module], bool] | None = None
+    """Further condition under which the region can draw random numbers (attention dropout)."""
+
+    def can_draw(self, owner: nn.Module) -> bool:
+        """Whether a call can draw random numbers, so that a replay needs the random state of the forward."""
+        if self.draws is not None and self.draws(owner):
+            return True
+        return any(not _is_pure(owner._modules[name], self.pure) for name in self.modules)  # type: ignore[arg-type]
+
+    def parameters(self, owner: nn.Module) -> Iterator[Tensor]:
+        """Every parameter a replay reads."""
+        for name in self.params:
+            yield owner._parameters[name]  # type: ignore[misc]
+        for name in self.modules:
+            module = owner._modules[name]
+            assert module is not None
+            if module._modules:
+                yield from module.parameters()
+            else:
+                yield from (p for p in module._parameters.values() if p is not None)
+
+    def versions(self, owner: nn.Module) -> int:
+        """Sum of the version counters of every parameter a replay reads."""
+        return sum(p._version for p in self.parameters(owner))
+
+
+class Slot:
+    """A saved tensor of a recomputed region, or one that aliases such a region's output: the tensor, or a handle into a replay."""
+
+    __slots__ = ("tensor", "version", "region", "inside", "index", "size", "stride", "offset")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor: Tensor | None = tensor.detach()  # never the raw tensor: it would keep its own graph alive
+        self.version = tensor._version
+        self.region: Region | None = None
+
+    def become_handle(self, region: Region, inside: bool, index: int) -> None:
+        tensor = self.tensor
+        assert tensor is not None
+        self.region, self.inside, self.index = region, inside, index
+        self.size, self.stride, self.offset = tensor.shape, tensor.stride(), tensor.storage_offset()
+        self.tensor = None
+
+    def resolve(self) -> Tensor:
+        region = self.region
+        if region is not None:
+            return region.serve(self)
+        tensor = self.tensor
+        assert tensor is not None
+        if tensor._version != self.version:
+            raise modified(tensor, self.version)
+        return tensor
+
+
+def modified(tensor: Tensor, then: int, hint: str = "A tensor that backward needs was edited in place after the forward.") -> RuntimeError:
+    what = f"[{tensor.dtype} {list(tensor.shape)}]"
+    return RuntimeError(_MODIFIED.format(what=what, now=tensor._version, then=then, hint=hint))
+
+
+class Region:
+    """One call of a recomputed region: what a replay needs, and its results while handles are being served."""
+
+    __slots__ = (
+        "fn", "owner", "args", "grads", "versions", "rng", "autocast", "expect", "slots", "inside_need", "out_need",
+        "outs", "saved", "out_left", "left", "task", "probe", "__weakref__",
+    )  # fmt: skip
+
+    def __init__(self, fn: RegionFn, owner: nn.Module, autocast: tuple[str, bool, torch.dtype], probe: ReplayCounter | None) -> None:
+        self.fn, self.owner, self.autocast, self.probe = fn, owner, autocast, probe
+        self.args: list[Any] | None = []
+        self.grads: list[bool] = []
+        self.expect: list[tuple[torch.Size, torch.dtype] | None] = []  # per saved position: shape and dtype, None for a parameter
+        self.slots: list[tuple[int, Slot]] | None = []
+        self.inside_need: set[int] = set()
+        self.out_need: dict[int, int] = {}
+        self.outs: dict[int, Tensor] = {}
+        self.saved: dict[int, Tensor] = {}
+        self.out_left: dict[int, int] = {}
+        self.task = -2
+        self.rng: RngState | None = None
+        self.versions = 0
+
+    @property
+    def needed(self) -> bool:
+        return bool(self.inside_need or self.out_need)
+
+    def count(self, slot: Slot) -> None:
+        """A handle into this region exists and will be served."""
+        if slot.inside:
+            self.inside_need.add(slot.index)
+        else:
+            self.out_need[slot.index] = self.out_need.get(slot.index, 0) + 1
+
+    def serve(self, slot: Slot) -> Tensor:
+        results = self.saved if slot.inside else self.outs
+        task = _current_graph_task_id()
+        if self.task != task or slot.index not in results:
+            self.replay()
+            self.task = task
+            results = self.saved if slot.inside else self.outs
+        if slot.inside:
+            return results.pop(slot.index)
+        base = results[slot.index]
+        self.out_left[slot.index] -= 1
+        if self.out_left[slot.index] <= 0:
+            del results[slot.index]
+        if base.shape == slot.size and base.stride() == slot.stride and base.storage_offset() == slot.offset:
+            return base
+        return base.as_strided(slot.size, slot.stride, slot.offset)
+
+    def replay(self) -> None:
+        """Run the region again from its inputs and keep what handles point to."""
+        args = self.args
+        if args is None:
+            raise RuntimeError(f"region {self.fn.name!r}: nothing is left to replay from (lightning_gdn tape; please report this)")
+        now = self.fn.versions(self.owner)
+        if now != self.versions:
+            hint = f"A parameter of region {self.fn.name!r} was edited in place between forward and backward, so it cannot be replayed."
+            raise RuntimeError(_MODIFIED.format(what="a parameter", now=now, then=self.versions, hint=hint))
+        inputs = [a.resolve().detach() if type(a) is Slot else a for a in args]
+        for value, requires in zip(inputs, self.grads, strict=True):
+            if requires:
+                value.requires_grad_(True)
+        wanted, got, saved = self.inside_need, [], {}
+
+        def pack(tensor: Tensor) -> None:
+            position = len(got)
+            if is_parameter(tensor):
+                got.append(None)
+                return
+            got.append((tensor.shape, tensor.dtype))
+            if position in wanted:
+                saved[position] = tensor.detach()
+
+        if self.probe is not None:
+            self.probe.replayed(self.fn.name)
+        with _replay_state(self.autocast, self.rng), saved_tensors_hooks(pack, _never_unpacked):
+            result = self.fn.call(self.owner, *inputs)
+        if got != self.expect:
+            raise _replay_mismatch(self.fn.name, self.expect, got)
+        outs = result if isinstance(result, tuple) else (result,)
+        self.outs = {index: outs[index].detach() for index in self.out_need}
+        self.out_left = dict(self.out_need)
+        self.saved = saved
+
+
+def _never_unpacked(packed: None) -> Tensor:
+    raise RuntimeError("the graph of a replay is never differentiated (lightning_gdn tape; please report this)")
+
+
+def _replay_mismatch(name: str, expect: list[Any], got: list[Any]) -> RuntimeError:
+    if len(expect) != len(got):
+        what = f"it saved {len(got)} tensors for backward, the forward had saved {len(expect)}"
+    else:
+        position = next(i for i, (a, b) in enumerate(zip(expect, got, strict=True)) if a != b)
+        what = f"saved tensor {position} is {got[position] or 'a parameter'}, in the forward it was {expect[position] or 'a parameter'}"
+    return RuntimeError(
+        f"region {name!r}: the replay did not do what the forward did: {what}. Something the region depends on changed between forward and "
+        "backward: a module swapped or switched between train and eval, requires_grad, autocast, or code that depends on global state."
+    )
+
+
+class RngState:
+    """Random state of the CPU generator and, for a CUDA block, of its device's generator."""
+
+    __slots__ = ("cpu", "cuda", "device")
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.cpu = torch.get_rng_state()
+        self.cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+    def restore(self) -> None:
+        torch.set_rng_state(self.cpu)
+        if self.cuda is not None:
+            torch.cuda.set_rng_state(self.cuda, self.device)
+
+
+@contextmanager
+def _replay_state(autocast: tuple[str, bool, torch.dtype], rng: RngState | None) -> Iterator[None]:
+    """The state of the forward: grad on, autocast as it was, the region's random state; no tape. All put back afterwards."""
+    device_type, enabled, dtype = autocast
+    tape, thread_state.tape = getattr(thread_state, "tape", None), None
+    thread_state.replays = getattr(thread_state, "replays", 0) + 1
+    before = RngState(rng.device) if rng is not None else None
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(torch.enable_grad())
+            if enabled or torch.is_autocast_enabled(device_type):
+                # No cache: a cast made here must not outlive the replay, nor be one that another step filled.
+                stack.enter_context(torch.autocast(device_type, enabled=enabled, dtype=dtype, cache_enabled=False))
+            if rng is not None:
+                rng.restore()
+            yield
+    finally:
+        if before is not None:
+            before.restore()
+        thread_state.replays -= 1
+        thread_state.tape = tape
+
+
+def is_parameter(tensor: Tensor) -> bool:
+    """A parameter or a view of one (`weight.t()`, `conv1d.weight.squeeze(1)`)."""
+    if type(tensor) is nn.Parameter or isinstance(tensor, nn.Parameter):
+        return True
+    base = tensor._base
+    return base is not None and isinstance(base, nn.Parameter)

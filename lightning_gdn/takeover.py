@@ -1,0 +1,181 @@
+"""Takes over `forward` on module instances, for a time, and puts it back.
+
+No wrapper modules: names, `state_dict`, optimizers and checkpoints stay as they are. The replacement is a callable object that holds
+its module weakly, so a dropped model is freed at once; a pickled or deep-copied model gets replacements that run on its own weights.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .adapters.base import Adapter
+from .ledger import Ledger
+from .regions import Mode
+from .tape import Carry, Tape, active_tape
+
+__all__ = ["BlockTakeover", "PartTakeover", "Session", "Takeover", "foreign_hooks"]
+
+ON_FOREIGN_HOOKS = ("raise", "bypass")
+_CARRY = "_lightning_gdn_carry"
+
+
+class Session:
+    """What the takeovers of one model share."""
+
+    def __init__(self, ledger: Ledger, on_foreign_hooks: str) -> None:
+        self.ledger = ledger
+        self.on_foreign_hooks = on_foreign_hooks
+        self.kernels: dict[str, str] = {}
+        """Region -> kernel that ran, filled by the instrumented step."""
+        self.on_complete: Callable[[], None] | None = None
+        """Called once when every block was instrumented."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Session:
+        return self  # a copied model (EMA, a target network) reports where the original does
+
+    def __reduce__(self) -> Any:
+        return Session, (Ledger(()), self.on_foreign_hooks)  # a pickled model leaves the ledger behind
+
+
+def foreign_hooks() -> str | None:
+    """Name of the saved-tensor hooks that are open in this thread, or None."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    if hooks is None:
+        return None
+    pack = hooks[0]
+    return f"{getattr(pack, '__module__', '?')}.{getattr(pack, '__qualname__', repr(pack))}"
+
+
+class Takeover:
+    """The callable that stands in for one instance's `forward`."""
+
+    def __init__(self, module: nn.Module, run: Callable[..., Any]) -> None:
+        self._module = weakref.ref(module)
+        self._run = run
+        self._attribute = "forward"
+        self._replaced: Any = None
+
+    def install(self) -> None:
+        """Put this object in the place of the module's forward (inside an accelerate hook, if there is one)."""
+        module = self.module
+        self._attribute = "_old_forward" if "_old_forward" in module.__dict__ and hasattr(module, "_hf_hook") else "forward"
+        self._replaced = module.__dict__.get(self._attribute)
+        module.__dict__[self._attribute] = self
+
+    def remove(self) -> None:
+        """Put back what was there."""
+        module = self._module()
+        if module is None or module.__dict__.get(self._attribute) is not self:
+            return
+        if self._replaced is None:
+            del module.__dict__[self._attribute]
+        else:
+            module.__dict__[self._attribute] = self._replaced
+
+    @property
+    def module(self) -> nn.Module:
+        """The module whose forward is replaced."""
+        module = self._module()
+        if module is None:
+            raise RuntimeError("the module of this forward is gone; call the module, not a saved reference to its forward")
+        return module
+
+    def untouched(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """The forward that was replaced."""
+        if self._replaced is not None:
+            return self._replaced(*args, **kwargs)
+        return type(module).forward(module, *args, **kwargs)
+
+    def _rebound(self, module: nn.Module) -> Takeover:
+        clone = copy.copy(self)
+        clone._module = weakref.ref(module)
+        return clone
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Takeover:
+        # While a module is being copied its copy is in the memo already; a takeover copied on its own stays on its module.
+        return self._rebound(memo.get(id(self.module), self.module))
+
+    def __reduce__(self) -> Any:
+        state = {key: value for key, value in self.__dict__.items() if key != "_module"}
+        return _rebuild, (type(self), self.module, state)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise TypeError(f"{type(self).__name__} is abstract")
+
+
+def _rebuild(cls: type[Takeover], module: nn.Module, state: dict[str, Any]) -> Takeover:
+    made = cls.__new__(cls)
+    made.__dict__.update(state)
+    made._module = weakref.ref(module)
+    return made
+
+
+class PartTakeover(Takeover):
+    """Mixer or MLP of a taken-over block: runs region by region if its block's tape is open, else as the class does."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module, tape = self.module, active_tape()
+        if tape is None:
+            return self.untouched(module, *args, **kwargs)
+        return self._run(module, tape, *args, **kwargs)
+
+
+class BlockTakeover(Takeover):
+    """A block: opens the tape around the adapter's forward."""
+
+    def __init__(self, module: nn.Module, adapter: Adapter, name: str, modes: Mapping[str, Mode], carry: bool, session: Session) -> None:
+        super().__init__(module, adapter.block_forward)
+        self.name, self.session = name, session
+        self._adapter = adapter
+        self._modes = {region: mode for region, mode in modes.items() if mode is not Mode.KEEP}
+        self._carry = carry
+
+    def __reduce__(self) -> Any:
+        build, (cls, module, state) = super().__reduce__()
+        return build, (cls, module, {**state, "_adapter": None, "_run": self._run})
+
+    @torch.compiler.disable
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module, session = self.module, self.session
+        if not torch.is_grad_enabled():
+            return self.untouched(module, *args, **kwargs)
+        probe = session.ledger.probe(self.name, module) if session.ledger.pending else None
+        if probe is None and not self._modes:
+            return self.untouched(module, *args, **kwargs)
+        if not self._may_run(module):
+            return self.untouched(module, *args, **kwargs)
+        x: Tensor = args[0] if args else kwargs["hidden_states"]
+        handed_on: Carry | None = x.__dict__.pop(_CARRY, None) if x.__dict__ else None
+        if probe is not None and self._adapter is not None:
+            session.kernels.update(self._adapter.kernels(module, x.device))
+        with Tape(self._modes, x.device, probe, handed_on) as tape:
+            out = self._run(module, tape, *args, **kwargs)
+            carry = tape.carry(out) if self._carry else None
+        if carry is not None:
+            setattr(out, _CARRY, carry)
+        if probe is not None and session.on_complete is not None and session.ledger.complete:
+            session.on_complete()
+        return out
+
+    def _may_run(self, module: nn.Module) -> bool:
+        if getattr(module, "gradient_checkpointing", False) and module.training:
+            raise RuntimeError(
+                f"block {self.name!r}: Hugging Face gradient checkpointing was switched on after the plan was applied; every region would be "
+                "replayed inside its recompute. Call model.gradient_checkpointing_disable(), or use recompute=['full'] instead of it."
+            )
+        foreign = foreign_hooks()
+        if foreign is None:
+            return True
+        if self.session.on_foreign_hooks == "bypass":
+            return False
+        raise RuntimeError(
+            f"block {self.name!r}: other saved-tensor hooks are open around it: {foreign}. Only the innermost hooks of PyTorch fire, so the plan "
+            "would defeat them. Leave that context (torch.utils.checkpoint, save_on_cpu, ...) around taken-over blocks, or pass "
+            'on_foreign_hooks="bypass" to let it win: blocks called inside it then run untouched.'
+        )
