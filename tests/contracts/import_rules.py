@@ -18,8 +18,8 @@ LEVELS: tuple[frozenset[str], ...] = (
     frozenset({"regions", "labels", "plan"}),
     frozenset({"replay", "tape", "ledger"}),
     frozenset({"kernels", "adapters"}),
-    frozenset({"apply"}),
-    frozenset({"strategies", "callbacks"}),
+    frozenset({"takeover", "apply"}),
+    frozenset({"strategies", "_registration", "callbacks"}),
     frozenset({"bench", "recipes"}),
     frozenset({"cli"}),
 )
