@@ -22,7 +22,7 @@ LOADS_NOT: dict[str, tuple[str, ...]] = {
     "lightning_gdn.ledger": ("transformers", "fla", "lightning", "wandb"),
     "lightning_gdn.apply": ("lightning", "wandb", "lightning_gdn.strategies", "lightning_gdn.callbacks"),
     "lightning_gdn.strategies": ("wandb", "lightning_gdn.callbacks", "lightning_gdn.bench"),
-    "lightning_gdn.callbacks": ("wandb", "lightning_gdn.strategies", "lightning_gdn.bench"),
+    "lightning_gdn.callbacks": ("wandb", "lightning_gdn.bench"),  # not strategies: loading Lightning registers the strategy names
     "lightning_gdn.cli": ("wandb",),
 }
 """Module -> packages that importing it must not load. (Lightning itself loads transformers through torchmetrics, never wandb.)"""
