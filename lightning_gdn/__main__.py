@@ -1,0 +1,8 @@
+"""`python -m lightning_gdn` is the `lightning-gdn` command."""
+
+import sys
+
+from .cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

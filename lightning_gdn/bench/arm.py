@@ -1,0 +1,276 @@
+"""One arm: train a recipe once with one plan and write one JSON record.
+
+    python -m lightning_gdn.bench.arm --recipe resolved.yaml --arm gdn_conv --round 0 --out record.json
+
+`compare` starts this in a fresh process per arm and round; `run` calls `run_arm` in its own. A failure is a record too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import torch
+from torch import nn
+
+from ..apply import apply_plan, instrument
+from ..callbacks import MemoryMonitor
+from ..labels import parse_arm
+from ..strategies import GDNRecomputeStrategy
+from .data import Text, make_loaders, read_text
+from .environment import collect
+from .errors import UserError
+from .module import FLOPS_FORMULA, BenchModule, flops_per_token, meta_model
+from .recipes import load
+from .records import SCHEMA, write_json
+from .schema import Recipe
+
+__all__ = ["ControlProbe", "check_device", "main", "run_arm"]
+
+PROGRESS = "@step"
+"""First word of a progress line on stdout: `@step DONE TOTAL`."""
+
+
+def check_device(recipe: Recipe) -> str:
+    """`"cpu"` or `"gpu"`, as Lightning will choose.
+
+    Raises:
+        UserError: a GPU was asked for and torch sees none.
+    """
+    wanted = recipe.trainer.accelerator
+    there = torch.cuda.is_available()
+    if wanted == "gpu" and not there:
+        built = torch.version.cuda
+        why = f"torch {torch.__version__} is a CPU build" if built is None else f"torch {torch.__version__} (CUDA {built}) sees no device"
+        raise UserError(f"trainer.accelerator: gpu was asked for, but {why}; write trainer.accelerator=cpu, or use recipes/demo_cpu.yaml")
+    return "gpu" if there and wanted != "cpu" else "cpu"
+
+
+class ControlProbe(L.Callback):
+    """Before training starts, count what the untouched model retains: one forward and backward that leaves no trace.
+
+    The random stream is put back and gradients are dropped, so the training after it is that of a model that was never looked at.
+    """
+
+    def __init__(self, batch: torch.Tensor) -> None:
+        self.batch = batch
+        self.ledger: dict[str, Any] | None = None
+        self.kernels: dict[str, str] = {}
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        device = pl_module.device
+        batch = self.batch.to(device)
+        gpus = [device.index or 0] if device.type == "cuda" else []
+        buffers = {name: buffer.clone() for name, buffer in pl_module.named_buffers()}
+        with torch.random.fork_rng(devices=gpus):
+            with instrument(pl_module) as ledger, trainer.precision_plugin.train_step_context():
+                loss = pl_module(batch)
+            loss.backward()
+            # the ledger has no names of kernels; a plan that replays one norm calls the same ones
+            with apply_plan(pl_module, "layernorm") as applied, trainer.precision_plugin.train_step_context():
+                pl_module(batch)
+            self.kernels = dict(applied.kernels)
+        self.ledger = ledger.as_dict()
+        for parameter in pl_module.parameters():
+            parameter.grad = None
+        with torch.no_grad():
+            for name, buffer in pl_module.named_buffers():
+                buffer.copy_(buffers[name])
+        del loss
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+class _Progress(L.Callback):
+    def __init__(self, report: Callable[[int, int], None], total: int) -> None:
+        self.report, self.total, self.done = report, total, 0
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_step != self.done:
+            self.done = trainer.global_step
+            self.report(self.done, self.total)
+
+
+def run_arm(
+    recipe: Recipe,
+    saved: Mapping[str, Any],
+    arm: str,
+    *,
+    round_index: int = 0,
+    folder: Path | None = None,
+    text: Text | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    interactive: bool = False,
+    logger: Any = False,
+) -> dict[str, Any]:
+    """Train `recipe` once with `arm`, and describe the run.
+
+    Args:
+        saved: the resolved recipe as it goes into the record (without values of environment variables).
+        folder: where MemoryMonitor writes its file per rank; nowhere if None.
+        progress: called after each optimizer step with (done, total).
+        interactive: show progress bar and MemoryMonitor's table.
+        logger: a Lightning logger, or False.
+
+    Returns:
+        The record. `status` is `ok`, `oom` or `failed`; then `error` is the last line of the error. `losses_hex` holds every
+        micro-batch's loss in training order, as exact hexadecimal floats; `retained_bytes` is what the model's blocks hold between the
+        forward and the backward of one micro-batch.
+    """
+    if recipe.trainer.num_threads:
+        torch.set_num_threads(recipe.trainer.num_threads)
+    device = check_device(recipe)
+    started = time.perf_counter()
+    record: dict[str, Any] = {
+        "schema": SCHEMA,
+        "arm": arm,
+        "round": round_index,
+        "status": "failed",
+        "error": None,
+        "environment": collect(device),
+        "recipe": {**saved, "plan": {**saved["plan"], "arm": arm}},
+    }
+    module = BenchModule(recipe)
+    monitor = probe = strategy = None
+    try:
+        text = text or read_text(recipe.data)
+        record["text"] = text.as_dict()
+        train, validation = make_loaders(text, recipe)
+        monitor = _monitor(recipe, folder, interactive)
+        callbacks: list[L.Callback] = [monitor]
+        if parse_arm(arm).is_control:
+            probe = ControlProbe(next(iter(train)))
+            callbacks.append(probe)
+        else:
+            strategy = GDNRecomputeStrategy(arm, kernels=recipe.plan.kernels)
+        if progress is not None:
+            callbacks.append(_Progress(progress, recipe.trainer.max_steps))
+        trainer = _trainer(recipe, device, strategy, callbacks, interactive, logger)
+        trainer.fit(module, train, validation)
+        record["status"] = "ok"
+    except Exception as error:  # noqa: BLE001  an arm that fails is a row of the table, whatever failed it
+        record["status"] = "oom" if _is_oom(error) else "failed"
+        record["error"] = _last_line(error)
+        traceback.print_exc()
+    _describe(record, module, monitor, probe, strategy)
+    record["wall_s"] = time.perf_counter() - started
+    return record
+
+
+def _monitor(recipe: Recipe, folder: Path | None, interactive: bool) -> MemoryMonitor:
+    tokens = recipe.data.batch_size * recipe.data.seq_len * recipe.trainer.accumulate_grad_batches
+    return MemoryMonitor(
+        warmup_steps=recipe.monitor.warmup_steps,
+        dir=None if folder is None else str(folder),
+        tokens_per_step=tokens,
+        flops_per_token=flops_per_token(meta_model(recipe), recipe.data.seq_len),
+        table=interactive,
+        progress_bar=interactive,
+    )
+
+
+def _trainer(recipe: Recipe, device: str, strategy: Any, callbacks: list[L.Callback], interactive: bool, logger: Any) -> L.Trainer:
+    config = recipe.trainer
+    validates = bool(config.val_every)
+    return L.Trainer(
+        accelerator=device,
+        devices=config.devices,
+        strategy=strategy or "auto",
+        precision=config.precision,  # type: ignore[arg-type]
+        max_steps=config.max_steps,
+        max_epochs=1,
+        accumulate_grad_batches=config.accumulate_grad_batches,
+        gradient_clip_val=config.grad_clip,
+        val_check_interval=config.val_every * config.accumulate_grad_batches if validates else None,
+        check_val_every_n_epoch=None if validates else 1,
+        limit_val_batches=config.val_batches if validates else 0,
+        num_sanity_val_steps=0,
+        log_every_n_steps=1,
+        logger=logger,
+        callbacks=callbacks,
+        enable_checkpointing=False,
+        enable_model_summary=interactive,
+        enable_progress_bar=interactive,
+    )
+
+
+def _describe(record: dict[str, Any], module: BenchModule, monitor: Any, probe: ControlProbe | None, strategy: Any) -> None:
+    """Fill in what was measured, as far as the run came."""
+    applied = getattr(strategy, "last_applied", None)
+    ledger = probe.ledger if probe else (applied.ledger.as_dict() if applied else None)
+    losses = [float(loss) for loss in module.losses] if record["status"] == "ok" else []
+    on_cpu = record["environment"]["device"] == "cpu"
+    record |= {
+        "plan": "none" if probe else (str(applied.plan) if applied else None),
+        "kernels": dict(probe.kernels if probe else (applied.kernels if applied else {})),
+        "retained_bytes": ledger["retained_bytes"] if ledger else None,
+        "ledger": ledger,
+        "losses_hex": [loss.hex() for loss in losses],
+        "loss_first": _finite(losses[0]) if losses else None,
+        "loss_last": _finite(losses[-1]) if losses else None,
+        "val_losses_hex": [float(loss).hex() for loss in module.val_losses] if record["status"] == "ok" else [],
+        "weights_sha256": _weights_hash(module) if on_cpu and record["status"] == "ok" else None,
+        "flops_formula": FLOPS_FORMULA,
+        "monitor": getattr(monitor, "summary", None) or None,
+    }
+
+
+def _finite(value: float) -> float | None:
+    return value if abs(value) < float("inf") else None
+
+
+def _weights_hash(module: nn.Module) -> str:
+    """One number for all weights after training: on a CPU equal plans must end at equal weights."""
+    digest = hashlib.sha256()
+    for name, tensor in module.state_dict().items():
+        digest.update(name.encode())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _is_oom(error: BaseException) -> bool:
+    text = str(error).lower()
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(
+        sign in text for sign in ("out of memory", "can't allocate memory", "cublas_status_alloc_failed", "not enough memory")
+    )
+
+
+def _last_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[-1] if lines else 'no message'}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry of the arm's own process; the exit code is 0 if the record says `ok`."""
+    parser = argparse.ArgumentParser(prog="python -m lightning_gdn.bench.arm", description="Train one arm of a comparison.")
+    parser.add_argument("--recipe", required=True, type=Path)
+    parser.add_argument("--arm", required=True)
+    parser.add_argument("--round", required=True, type=int)
+    parser.add_argument("--out", required=True, type=Path)
+    given = parser.parse_args(argv)
+    loaded = load(str(given.recipe))
+    steps = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
+    # whatever libraries print goes to the log with stderr; stdout carries progress alone
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    record = run_arm(
+        loaded.recipe,
+        loaded.saved,
+        given.arm,
+        round_index=given.round,
+        folder=given.out.parent,
+        progress=lambda done, total: print(PROGRESS, done, total, file=steps),
+    )
+    write_json(given.out, record)
+    return 0 if record["status"] == "ok" else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,190 @@
+"""From the records of one comparison to its verdict: medians, paired deltas against the control, losses bit for bit. Imports no torch."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .records import SCHEMA, check_alike
+
+__all__ = ["COLUMNS", "CONTROL", "judge", "loss_difference"]
+
+CONTROL = "none"
+COLUMNS = (
+    "arm",
+    "status",
+    "rounds",
+    "retained_bytes",
+    "retained_delta_pct",
+    "peak_allocated_mib",
+    "peak_delta_pct",
+    "step_ms",
+    "step_delta_pct",
+    "step_delta_pct_min",
+    "step_delta_pct_max",
+    "tokens_per_s",
+    "losses",
+    "loss_max_abs_diff",
+    "loss_first_step",
+    "kernels",
+    "error",
+)
+"""Columns of the table, the same in `comparison.json` and in W&B. Deltas are percent against the control of the same round."""
+
+
+def judge(records: Sequence[Mapping[str, Any]], *, name: str, arms: Sequence[str]) -> dict[str, Any]:
+    """The comparison as it is saved: one entry per arm in the order of `arms`, and the table made of them.
+
+    Raises:
+        UnlikeRecordsError: records that differ in more than the arm.
+    """
+    check_alike(records)
+    environment = next((r["environment"] for r in records if r.get("environment")), None)
+    on_cpu = bool(environment) and environment["device"] == "cpu"
+    control = {r["round"]: r for r in records if r["arm"] == CONTROL}
+    entries = [_arm(arm, [r for r in records if r["arm"] == arm], control) for arm in arms]
+    hashes = {r["environment"].get("autotune_cache") for r in records if r.get("environment")}
+    problems = []
+    for entry in entries:
+        if entry["status"] != "ok":
+            problems.append(f"{entry['arm']}: {entry['status']}: {entry['error']}")
+        elif on_cpu and entry["losses"]["verdict"] == "differ":
+            problems.append(f"{entry['arm']}: losses differ from the control's, first at micro-batch {entry['losses']['first_step']}")
+        elif on_cpu and entry["weights_equal"] is False:
+            problems.append(f"{entry['arm']}: weights after training differ from the control's")
+        elif entry["losses"]["verdict"] == "not comparable":
+            problems.append(f"{entry['arm']}: no round in which both it and the control finished")
+    notes = []
+    if len(hashes) > 1:
+        notes.append("kernels were still being tuned during this comparison (the autotune cache changed); run it again for timings")
+    repeat = _repeat([r for r in records if r["arm"] == CONTROL and r["status"] == "ok"])
+    if repeat and repeat["max_abs_diff"]:
+        notes.append(f"the control's own rounds differ by up to {repeat['max_abs_diff']:.3g} in loss, first at micro-batch {repeat['first_step']}")
+    return {
+        "schema": SCHEMA,
+        "name": name,
+        "control": CONTROL,
+        "rounds": max((r["round"] for r in records), default=-1) + 1,
+        "environment": environment,
+        "recipe": records[0]["recipe"] if records else None,
+        "text": next((r["text"] for r in records if r.get("text")), None),
+        "arms": entries,
+        "control_repeat": repeat,
+        "notes": notes,
+        "problems": problems,
+        "table": {"columns": list(COLUMNS), "rows": [_row(entry) for entry in entries]},
+    }
+
+
+def loss_difference(losses: Sequence[str], control: Sequence[str]) -> dict[str, Any]:
+    """Compare two trajectories given as hexadecimal floats: `{"verdict", "max_abs_diff", "first_step"}`.
+
+    `first_step` counts micro-batches from 0; NaN equals NaN, and makes `max_abs_diff` None where only one side has it.
+    """
+    if list(losses) == list(control):
+        return {"verdict": "bit-equal", "max_abs_diff": 0.0, "first_step": None}
+    pairs = list(zip(losses, control, strict=False))
+    first = next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
+    gaps = [abs(float.fromhex(a) - float.fromhex(b)) for a, b in pairs if a != b]
+    finite = bool(gaps) and all(gap < float("inf") for gap in gaps)
+    return {"verdict": "differ", "max_abs_diff": max(gaps) if finite else None, "first_step": first}
+
+
+def _arm(arm: str, records: Sequence[Mapping[str, Any]], control: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
+    good = [r for r in records if r["status"] == "ok"]
+    bad = next((r for r in records if r["status"] == "oom"), None) or next((r for r in records if r["status"] != "ok"), None)
+    pairs = [(r, control[r["round"]]) for r in good if r["round"] in control and control[r["round"]]["status"] == "ok"]
+    weights = [(a["weights_sha256"], b["weights_sha256"]) for a, b in pairs if a.get("weights_sha256") and b.get("weights_sha256")]
+    some = good[0] if good else (records[0] if records else {})
+    return {
+        "arm": arm,
+        "status": "ok" if good and bad is None else (bad["status"] if bad else "failed"),
+        "error": bad["error"] if bad else (None if good else "no record"),
+        "rounds": len(good),
+        "plan": some.get("plan"),
+        "kernels": some.get("kernels") or {},
+        "retained_bytes": _median([r.get("retained_bytes") for r in good], whole=True),
+        "retained_delta_pct": _spread([_percent(a.get("retained_bytes"), b.get("retained_bytes")) for a, b in pairs]),
+        "peak_allocated_mib": _median([_monitor(r, "peak_allocated_mib") for r in good]),
+        "peak_delta_pct": _spread([_percent(_monitor(a, "peak_allocated_mib"), _monitor(b, "peak_allocated_mib")) for a, b in pairs]),
+        "step_ms": _spread([_step_ms(r) for r in good]),
+        "step_delta_pct": _spread([_percent(_step_ms(a), _step_ms(b)) for a, b in pairs]),
+        "tokens_per_s": _median([_monitor(r, "tokens_per_s") for r in good]),
+        "losses": _losses(arm, pairs),
+        "weights_equal": all(a == b for a, b in weights) if weights else None,
+    }
+
+
+def _losses(arm: str, pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> dict[str, Any]:
+    if not pairs:
+        return {"verdict": "not comparable", "max_abs_diff": None, "first_step": None}
+    if arm == CONTROL:
+        return {"verdict": "control", "max_abs_diff": None, "first_step": None}
+    found = [loss_difference(a["losses_hex"], b["losses_hex"]) for a, b in pairs]
+    return _worst(found)
+
+
+def _worst(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    differing = [f for f in found if f["verdict"] == "differ"]
+    if not differing:
+        return found[0]
+    gaps = [f["max_abs_diff"] for f in differing]
+    return {
+        "verdict": "differ",
+        "max_abs_diff": None if None in gaps else max(gaps),
+        "first_step": min(f["first_step"] for f in differing),
+    }
+
+
+def _repeat(records: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """How far the control's own rounds lie apart: the yardstick for an arm's difference on a GPU."""
+    if len(records) < 2:
+        return None
+    return _worst([loss_difference(r["losses_hex"], records[0]["losses_hex"]) for r in records[1:]])
+
+
+def _row(entry: Mapping[str, Any]) -> list[Any]:
+    step, delta = entry["step_ms"] or {}, entry["step_delta_pct"] or {}
+    values = {
+        **{key: entry[key] for key in ("arm", "status", "rounds", "retained_bytes", "peak_allocated_mib", "tokens_per_s", "error")},
+        "retained_delta_pct": (entry["retained_delta_pct"] or {}).get("median"),
+        "peak_delta_pct": (entry["peak_delta_pct"] or {}).get("median"),
+        "step_ms": step.get("median"),
+        "step_delta_pct": delta.get("median"),
+        "step_delta_pct_min": delta.get("min"),
+        "step_delta_pct_max": delta.get("max"),
+        "losses": entry["losses"]["verdict"],
+        "loss_max_abs_diff": entry["losses"]["max_abs_diff"],
+        "loss_first_step": entry["losses"]["first_step"],
+        "kernels": "; ".join(f"{region}: {kernel}" for region, kernel in entry["kernels"].items()) or None,
+    }
+    return [values[column] for column in COLUMNS]
+
+
+def _monitor(record: Mapping[str, Any], key: str) -> float | None:
+    value = (record.get("monitor") or {}).get(key)
+    return None if value is None else float(value)
+
+
+def _step_ms(record: Mapping[str, Any]) -> float | None:
+    value = ((record.get("monitor") or {}).get("step_ms") or {}).get("median")
+    return None if value is None else float(value)
+
+
+def _percent(value: float | None, base: float | None) -> float | None:
+    return None if value is None or not base else (value / base - 1.0) * 100.0
+
+
+def _median(values: Sequence[float | None], *, whole: bool = False) -> Any:
+    known = [v for v in values if v is not None]
+    if not known:
+        return None
+    return statistics.median_low(known) if whole else statistics.median(known)
+
+
+def _spread(values: Sequence[float | None]) -> dict[str, Any] | None:
+    known = [v for v in values if v is not None]
+    if not known:
+        return None
+    return {"median": statistics.median(known), "min": min(known), "max": max(known), "rounds": list(values)}

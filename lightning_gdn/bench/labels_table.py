@@ -1,0 +1,246 @@
+"""What each label stands for, and, for a recipe, what it frees: counted on one block of each kind, multiplied by their number."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ..labels import LABELS, OFFLOAD_LABELS, parse_arm
+from .judge import CONTROL
+from .recipes import Loaded
+
+if TYPE_CHECKING:
+    from rich.table import Table
+    from torch import nn
+
+    from ..plan import BlockPlan, Plan
+    from .schema import Recipe
+
+__all__ = ["Prediction", "Unit", "known_labels", "model_tables", "predict", "units"]
+
+CPU_CAP = 2 * 2**30
+"""On a CPU, count at a shorter sequence rather than hold more than this many bytes."""
+PROBE_TOKENS = 128
+"""Sequence length of the first, small count that tells whether the recipe's own length fits."""
+
+Unit = tuple[tuple[str, tuple[tuple[str, str], ...], bool], ...]
+"""Blocks whose retained bytes depend on each other (one block, or one chunk of `full:uniform:n`): (kind, modes, carry) of each."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """What a recipe's model will retain under each arm."""
+
+    retained_bytes: dict[str, int]
+    """By arm: bytes that all blocks hold between forward and backward of one micro-batch [B, T]."""
+    inapplicable: dict[str, str]
+    """Labels that no block of this model has a region for, with the reason."""
+    tokens: int
+    """B x T of the recipe."""
+    device: str
+    kernels: dict[str, str]
+    remarks: tuple[str, ...]
+    """How the figures were obtained, where that limits them."""
+
+
+def known_labels() -> tuple[Table, Table]:
+    """Recompute labels and offload labels, without any model."""
+    from rich.table import Table
+
+    recompute = Table(title="recompute labels", title_justify="left")
+    for column in ("label", "regions", "remark"):
+        recompute.add_column(column, overflow="fold")
+    for label in LABELS.values():
+        recompute.add_row(label.name, ", ".join(f"{region}: {mode}" for region, mode in label.modes) or "no region yet", label.remark)
+    recompute.add_row("full", "every region", "whole blocks; full:block:N covers the first N, full:uniform:N keeps one input per N blocks")
+    recompute.add_row(CONTROL, "no region", "the control: nothing is installed")
+    offload = Table(title="offload labels (they need the offload engine, which this version does not have)", title_justify="left")
+    for column in ("label", "what would move to host memory"):
+        offload.add_column(column, overflow="fold")
+    for name, remark in OFFLOAD_LABELS.items():
+        offload.add_row(name, remark)
+    return recompute, offload
+
+
+def units(plan: Plan) -> list[Unit]:
+    """The plan's blocks, joined where one hands its output on as recomputable."""
+    found: list[Unit] = []
+    chunk: list[BlockPlan] = []
+    for block in plan.blocks:
+        chunk.append(block)
+        if not block.carry:
+            found.append(_unit(chunk))
+            chunk = []
+    if chunk:
+        found.append(_unit(chunk))
+    return found
+
+
+def _unit(chunk: Sequence[BlockPlan]) -> Unit:
+    return tuple((block.kind, tuple((region, str(mode)) for region, mode in block.modes), block.carry) for block in chunk)
+
+
+class _Counter:
+    """Counts retained bytes of units, each on real blocks with the recipe's dimensions."""
+
+    def __init__(self, recipe: Recipe, device: str, batch: int) -> None:
+        self.recipe, self.device, self.batch = recipe, device, batch
+        self.kernels: dict[str, str] = {}
+        self._models: dict[tuple[str, ...], nn.Module] = {}
+
+    def _model(self, kinds: tuple[str, ...]) -> nn.Module:
+        import torch
+
+        from .module import build_model
+
+        if kinds not in self._models:
+            self._models.clear()  # one at a time: the embedding of a large vocabulary is most of it
+            with torch.random.fork_rng(), torch.device("cuda" if self.device == "gpu" else "cpu"):
+                self._models[kinds] = build_model(self.recipe, list(kinds))
+        return self._models[kinds]
+
+    def count(self, wanted: Sequence[Unit], tokens: int) -> dict[Unit, int]:
+        """Bytes that one unit of each kind in `wanted` retains at `tokens` per sequence."""
+        import torch
+
+        from ..apply import apply_plan, inspect_model, instrument
+        from ..plan import BlockPlan, Plan
+        from ..regions import Mode
+
+        flat = [block for unit in wanted for block in unit]
+        model = self._model(tuple({"gdn": "linear_attention"}.get(kind, "full_attention") for kind, _, _ in flat))
+        layouts = inspect_model(model).layouts
+        blocks = tuple(
+            BlockPlan(name=layout.name, kind=kind, modes=tuple((region, Mode(mode)) for region, mode in modes), carry=carry)
+            for layout, (kind, modes, carry) in zip(layouts, flat, strict=True)
+        )
+        plan = Plan(source="counted", blocks=blocks)
+        ids = torch.zeros((self.batch, tokens), dtype=torch.long, device="cuda" if self.device == "gpu" else "cpu")
+        base: Any = model.base_model  # without the output projection: the logits of a large vocabulary are no part of a block
+        if plan.is_control:
+            with instrument(model) as ledger, self._precision():
+                base(input_ids=ids)
+        else:
+            with apply_plan(model, plan, kernels=self.recipe.plan.kernels) as applied, self._precision():
+                base(input_ids=ids)
+            ledger = applied.ledger
+            self.kernels = {**self.kernels, **applied.kernels}
+        bytes_of: dict[str, int] = {}
+        for row in ledger.rows():
+            bytes_of[row.block] = bytes_of.get(row.block, 0) + row.kept_bytes + row.replay_input_bytes
+        names = iter(block.name for block in blocks)
+        return {unit: sum(bytes_of[next(names)] for _ in unit) for unit in wanted}
+
+    def _precision(self) -> Any:
+        from contextlib import nullcontext
+
+        from lightning.pytorch.plugins import HalfPrecision, MixedPrecision
+
+        device = "cuda" if self.device == "gpu" else "cpu"
+        if self.recipe.trainer.precision == "bf16-mixed":
+            return MixedPrecision("bf16-mixed", device).forward_context()
+        if self.recipe.trainer.precision == "bf16-true":
+            return HalfPrecision("bf16-true").forward_context()
+        return nullcontext()
+
+
+def predict(loaded: Loaded, arms: Sequence[str]) -> Prediction:
+    """Predict the retained bytes of each arm.
+
+    A model with the recipe's dimensions, but only one block per kind and mode, runs one instrumented forward per arm at the recipe's
+    batch and sequence length on the recipe's device; each block's bytes are multiplied by how often the model has it. On a CPU, where
+    that would hold more than 2 GiB, a shorter sequence is counted and scaled, and the prediction says so.
+
+    Raises:
+        ValueError: an arm of the recipe that does not fit the model (labels that no block has are reported, not raised).
+    """
+    import torch
+
+    from ..apply import inspect_model
+    from ..plan import Plan
+    from .module import meta_model
+
+    recipe = loaded.recipe
+    gpu = torch.cuda.is_available()
+    device = "gpu" if gpu and recipe.trainer.accelerator != "cpu" else "cpu"
+    remarks = []
+    if recipe.trainer.accelerator == "gpu" and not gpu:
+        remarks.append("no GPU here: counted on the CPU with the model's torch functions; FLA's kernels on a GPU retain less")
+    layouts = inspect_model(meta_model(recipe)).layouts
+    plans: dict[str, Plan] = {}
+    inapplicable: dict[str, str] = {}
+    for arm in dict.fromkeys([CONTROL, *LABELS, "full", *arms]):
+        try:
+            plans[arm] = Plan.from_labels(parse_arm(arm), layouts)
+        except ValueError as error:
+            if arm not in LABELS or arm in arms:
+                raise
+            inapplicable[arm] = str(error).partition(". Labels this model has")[0]
+    data = recipe.data
+    counter = _Counter(recipe, device, data.batch_size)
+    length = data.seq_len
+    if device == "cpu":
+        wanted = list(dict.fromkeys(units(plans[CONTROL])))
+        small = min(PROBE_TOKENS, length)
+        per_token = sum(counter.count(wanted, small).values()) / small
+        if per_token * length > CPU_CAP:
+            length = max(small, int(CPU_CAP / per_token) // 64 * 64)
+            remarks.append(f"counted at {length} of {data.seq_len} tokens per sequence (more than 2 GiB otherwise) and scaled")
+    retained = {}
+    for arm, plan in plans.items():
+        all_units = units(plan)
+        counted = counter.count(list(dict.fromkeys(all_units)), length)
+        total = sum(counted[unit] for unit in all_units)
+        retained[arm] = total if length == data.seq_len else round(total * data.seq_len / length)
+    return Prediction(
+        retained_bytes=retained,
+        inapplicable=inapplicable,
+        tokens=data.batch_size * data.seq_len,
+        device=device,
+        kernels=counter.kernels,
+        remarks=tuple(remarks),
+    )
+
+
+def model_tables(loaded: Loaded, prediction: Prediction, arms: Sequence[str]) -> tuple[Table, Table, list[str]]:
+    """Labels with what each frees on the recipe's model, the recipe's arms with what each retains, and the lines under them."""
+    from rich.table import Table
+
+    base = prediction.retained_bytes[CONTROL]
+    labels = Table(title=f"labels on {loaded.name} (batch {loaded.recipe.data.batch_size}, seq {loaded.recipe.data.seq_len})", title_justify="left")
+    for column in ("label", "frees per token", "of all", "remark"):
+        labels.add_column(column, justify="right" if column in ("frees per token", "of all") else "left", overflow="fold")
+    for name, label in LABELS.items():
+        if name in prediction.inapplicable:
+            labels.add_row(name, "does not apply", "", "no block of this model has its regions", style="dim")
+        else:
+            labels.add_row(name, *_freed(base, prediction.retained_bytes[name], prediction.tokens), label.remark)
+    labels.add_row("full", *_freed(base, prediction.retained_bytes["full"], prediction.tokens), "every region of every block")
+    table = Table(title="arms of the recipe: predicted retained bytes of one micro-batch", title_justify="left")
+    for column in ("arm", "retained", "Δ"):
+        table.add_column(column, justify="left" if column == "arm" else "right", overflow="fold")
+    for arm in arms:
+        value = prediction.retained_bytes[arm]
+        table.add_row(arm, f"{value:,} B ({value / 2**20:.2f} MiB)", f"{(value / base - 1) * 100:+.1f} %" if base else "n/a")
+    kernels = ", ".join(f"{region} {kernel}" for region, kernel in prediction.kernels.items()) or "n/a"
+    lines = [f"kernels: {kernels}", *prediction.remarks, "offload labels need the offload engine, which this version does not have: " + ", ".join(OFFLOAD_LABELS)]
+    return labels, table, lines
+
+
+def as_dict(prediction: Prediction) -> Mapping[str, Any]:
+    """JSON-able form, for `labels --json`."""
+    base = prediction.retained_bytes[CONTROL]
+    return {
+        "tokens": prediction.tokens,
+        "device": prediction.device,
+        "kernels": prediction.kernels,
+        "remarks": list(prediction.remarks),
+        "inapplicable": prediction.inapplicable,
+        "retained_bytes": prediction.retained_bytes,
+        "freed_bytes_per_token": {arm: (base - value) / prediction.tokens for arm, value in prediction.retained_bytes.items()},
+    }
+
+
+def _freed(base: int, value: int, tokens: int) -> tuple[str, str]:
+    return f"{(base - value) / tokens:,.0f} B", f"{(base - value) / base * 100:.1f} %" if base else "n/a"

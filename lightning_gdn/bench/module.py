@@ -1,0 +1,228 @@
+"""The model of a recipe and the LightningModule that trains it. The only place of `bench` that knows transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import torch
+from torch import Tensor, nn
+
+from .errors import UserError
+from .schema import ModelConfig, Recipe
+
+__all__ = ["FLOPS_FORMULA", "BenchModule", "block_kinds", "build_model", "flops_per_token", "meta_model", "parameter_dtype"]
+
+FP32_NAMES = ("A_log", "dt_bias")
+"""Parameters of a Gated DeltaNet layer that are exponentiated or added before a softplus: bfloat16 would change the recurrence."""
+CHUNK = 64
+"""Chunk length of the gated delta rule in transformers and FLA, in tokens."""
+FLOPS_FORMULA = "6*N_matmul + 6*T*heads*head_dim per attention block + 3*heads*(2*64*(3K+2V) + 6*K*V) per GDN block, per token; recompute not counted"
+"""What `flops_per_token` computes."""
+
+
+def parameter_dtype(recipe: Recipe) -> torch.dtype:
+    """Type of the parameters, `A_log` and `dt_bias` aside."""
+    name = recipe.model.dtype
+    if name == "auto":
+        name = "bfloat16" if recipe.trainer.precision == "bf16-true" else "float32"
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+
+
+def layer_kinds(model: ModelConfig) -> list[str]:
+    """transformers' name of each block's kind, in order."""
+    return ["linear_attention" if (i + 1) % model.full_attention_interval else "full_attention" for i in range(model.num_hidden_layers)]
+
+
+def saved_layer_kinds(recipe: Recipe) -> list[str]:
+    """transformers' name of each block's kind of the model in `model.path`.
+
+    Raises:
+        UserError: transformers cannot read its configuration.
+    """
+    from transformers import AutoConfig
+
+    assert recipe.model.path is not None
+    try:
+        config = AutoConfig.from_pretrained(str(Path(recipe.model.path).expanduser()), local_files_only=True).get_text_config()
+        return list(config.layer_types)
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        raise UserError(f"model.path: {recipe.model.path} is no model that transformers can read: {str(error).splitlines()[0]}") from error
+
+
+def block_kinds(recipe: Recipe) -> list[str]:
+    """transformers' name of each block's kind, of the model that the recipe trains."""
+    return layer_kinds(recipe.model) if recipe.model.path is None else saved_layer_kinds(recipe)
+
+
+def build_model(recipe: Recipe, kinds: list[str] | None = None) -> nn.Module:
+    """Build the causal language model on the current default device, weights set by `trainer.seed`, `use_cache=False`.
+
+    Args:
+        kinds: build these blocks instead of the recipe's (with the recipe's dimensions and random weights, also for `model.path`).
+
+    Raises:
+        UserError: `model.path` cannot be loaded, or transformers refuses the dimensions.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(recipe.trainer.seed)
+    if recipe.model.path is None:
+        config = _text_config(recipe.model, kinds or layer_kinds(recipe.model))
+        model = _from_config(config)
+    else:
+        folder = str(Path(recipe.model.path).expanduser())
+        try:
+            if kinds is None:
+                model = AutoModelForCausalLM.from_pretrained(
+                    folder, dtype=torch.float32, attn_implementation=recipe.model.attn_implementation, local_files_only=True
+                )
+            else:
+                config = AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config()
+                config.layer_types, config.num_hidden_layers = list(kinds), len(kinds)
+                config._attn_implementation = recipe.model.attn_implementation
+                model = _from_config(config)
+        except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+            raise UserError(f"model.path: {recipe.model.path} cannot be loaded: {str(error).splitlines()[0]}") from error
+    model.config.use_cache = False
+    dtype = parameter_dtype(recipe)
+    if dtype != torch.float32:
+        with _kept_fp32(model, enabled=recipe.model.keep_fp32):
+            model.to(dtype)
+    return model
+
+
+def meta_model(recipe: Recipe) -> nn.Module:
+    """The recipe's model without memory: enough for layouts, parameter counts and label checks. Leaves the random stream alone."""
+    with torch.random.fork_rng(devices=[]), torch.device("meta"):
+        return build_model(recipe, block_kinds(recipe))
+
+
+def _text_config(model: ModelConfig, kinds: list[str]) -> Any:
+    from transformers import Qwen3_5TextConfig
+
+    same = (
+        "hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim linear_num_key_heads linear_num_value_heads "
+        "linear_key_head_dim linear_value_head_dim linear_conv_kernel_dim vocab_size tie_word_embeddings"
+    ).split()
+    try:
+        config = Qwen3_5TextConfig(num_hidden_layers=len(kinds), layer_types=list(kinds), use_cache=False, **{name: getattr(model, name) for name in same})
+    except (ValueError, TypeError) as error:
+        raise UserError(f"model: transformers refuses these dimensions: {str(error).splitlines()[0]}") from error
+    config._attn_implementation = model.attn_implementation
+    return config
+
+
+def _from_config(config: Any) -> nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    # float32 whatever Lightning set: weights are drawn once at full precision and rounded by `build_model`, A_log never
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        config.dtype = torch.float32
+        return AutoModelForCausalLM.from_config(config, attn_implementation=config._attn_implementation)
+    finally:
+        torch.set_default_dtype(before)
+
+
+class _GuardedCast:
+    """Wraps the function that `nn.Module._apply` maps over tensors: marked parameters may move, but keep their type."""
+
+    def __init__(self, fn: Callable[[Tensor], Tensor], kept: set[int]) -> None:
+        self.fn, self.kept = fn, kept
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        moved = self.fn(tensor)
+        if id(tensor) not in self.kept or moved.dtype == tensor.dtype:
+            return moved
+        return tensor.to(moved.device)
+
+
+def _fp32_parameters(module: nn.Module) -> set[int]:
+    return {id(p) for name, p in module.named_parameters() if name.rpartition(".")[2] in FP32_NAMES and p.dtype == torch.float32}
+
+
+@contextmanager
+def _kept_fp32(model: nn.Module, *, enabled: bool) -> Iterator[None]:
+    """Casts inside the block leave `A_log` and `dt_bias` alone."""
+    if not enabled:
+        yield
+        return
+    kept, plain = _fp32_parameters(model), type(model)._apply
+    model._apply = lambda fn, recurse=True: plain(model, _GuardedCast(fn, kept), recurse)  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        del model._apply
+
+
+class BenchModule(L.LightningModule):
+    """Next-byte prediction with the model's own loss, AdamW, and a record of every loss.
+
+    The model is built in `configure_model`, on the device that Lightning chose, from the recipe's seed. A model loaded from a folder
+    stays in eval mode, as transformers leaves it; gradients do not depend on that.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__()
+        self.recipe = recipe
+        self.model: nn.Module | None = None
+        self.losses: list[Tensor] = []
+        """Loss of every training micro-batch, detached, on the device: reading them would wait for it."""
+        self.val_losses: list[Tensor] = []
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        # Lightning's bf16-true casts the whole module in its setup; released checkpoints keep A_log and dt_bias in float32
+        kept = _fp32_parameters(self) if self.recipe.model.keep_fp32 else set()
+        return super()._apply(_GuardedCast(fn, kept), recurse)
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            self.model = build_model(self.recipe)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Cross entropy of the next byte; `ids` [B, T], returns a scalar in nats per byte."""
+        assert self.model is not None, "configure_model runs first"
+        loss: Tensor = self.model(input_ids=ids, labels=ids).loss
+        return loss
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = self(batch)
+        self.losses.append(loss.detach())
+        self.log("train/loss", loss.detach(), prog_bar=True, batch_size=batch.shape[0])
+        return loss
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        loss = self(batch)
+        self.val_losses.append(loss.detach())
+        self.log("val/loss", loss, prog_bar=True, batch_size=batch.shape[0])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        config = self.recipe.trainer
+        on_gpu = next(self.parameters()).device.type == "cuda"
+        return torch.optim.AdamW(self.parameters(), lr=config.lr, weight_decay=config.weight_decay, fused=on_gpu or None)
+
+
+def flops_per_token(model: nn.Module, seq_len: int) -> float:
+    """Model FLOPs of one token's forward and backward: what the mathematics needs, replays not counted.
+
+    Matrix products cost 2 FLOPs per weight and token forward and twice that backward: 6*N over the weights of Linear and convolution
+    layers, the output projection included, the embedding look-up not (as in Kaplan et al. 2020). Causal attention adds
+    6*T*heads*head_dim (half of PaLM's 12, appendix B, since half of the scores are masked). A Gated DeltaNet head adds, with chunks of
+    C=64 tokens, 2*C*(3K+2V) inside a chunk and 6*K*V for its state (Yang et al. 2024, section 3), three times that with the backward.
+    """
+    weights = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear | nn.Conv1d))
+    config: Any = model.config
+    config = config.get_text_config()
+    total = 6.0 * weights
+    k, v = config.linear_key_head_dim, config.linear_value_head_dim
+    for kind in config.layer_types:
+        if kind == "full_attention":
+            total += 6.0 * seq_len * config.num_attention_heads * config.head_dim
+        else:
+            total += 3.0 * config.linear_num_value_heads * (2 * CHUNK * (3 * k + 2 * v) + 6 * k * v)
+    return total

@@ -1,0 +1,61 @@
+"""A comparison as a picture: what each arm retains, and how long its steps take."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from .report import kernels_line, title
+
+__all__ = ["draw", "subtitle"]
+
+
+def subtitle(result: Mapping[str, Any]) -> str:
+    """The kernels that ran; wrapped to the picture's width."""
+    return "\n".join(textwrap.wrap(kernels_line(result), 130))
+
+
+def draw(result: Mapping[str, Any], path: Path) -> None:
+    """Write `result` as PNG: retained MiB and step time per arm, the range over rounds as a line; arms without a figure keep their row."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    # a figure with its own canvas: no pyplot, so neither a display nor global state is touched
+    arms = list(reversed(result["arms"]))
+    figure = Figure(figsize=(11, 2.4 + 0.55 * len(arms)), layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle("\n".join([*textwrap.wrap(title(result), 110), subtitle(result)]), fontsize=9)
+    left, right = figure.subplots(1, 2, sharey=True)
+    names = ["\n".join(textwrap.wrap(entry["arm"].replace("+", " + "), 26)) for entry in arms]
+    left.set_yticks(range(len(arms)), names, fontsize=8)
+    base = next((entry for entry in arms if entry["arm"] == result["control"]), None)
+    for row, entry in enumerate(arms):
+        colour = "tab:gray" if entry is base else "tab:blue"
+        _bar(left, row, _mib(entry), None, entry["retained_delta_pct"], entry, colour, "MiB")
+        step = entry["step_ms"]
+        _bar(right, row, step and step["median"], step, entry["step_delta_pct"], entry, colour, "ms")
+    left.set_xlabel("retained from forward to backward, MiB")
+    right.set_xlabel("step time, ms (median; line: range over rounds)")
+    for axes in (left, right):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.margins(x=0.22)
+    figure.savefig(path, dpi=130, metadata={"Software": "lightning-gdn"})
+
+
+def _mib(entry: Mapping[str, Any]) -> float | None:
+    return None if entry["retained_bytes"] is None else entry["retained_bytes"] / 2**20
+
+
+def _bar(axes: Any, row: int, value: float | None, spread: Any, delta: Any, entry: Mapping[str, Any], colour: str, unit: str) -> None:
+    if value is None:
+        axes.text(0, row, f" {entry['status'] if entry['status'] != 'ok' else 'n/a'}", va="center", fontsize=8, color="tab:red")
+        return
+    axes.barh(row, value, color=colour, height=0.6)
+    end = value
+    if spread and spread["max"] > spread["min"]:
+        axes.plot([spread["min"], spread["max"]], [row, row], color="black", linewidth=1.2)
+        end = max(value, spread["max"])
+    change = "" if delta is None or colour == "tab:gray" else f" ({delta['median']:+.1f} %)"
+    axes.text(end, row, f" {value:.1f} {unit}{change}", va="center", fontsize=8)

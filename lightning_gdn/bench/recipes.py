@@ -1,0 +1,336 @@
+"""Read a recipe: YAML and `key=value` overrides into the typed schema, or one clear error. Imports no torch.
+
+The file and the overrides are merged by OmegaConf, interpolations are resolved, then every key and every value is checked against
+the schema. What is saved with a run is the resolved recipe, except that `${oc.env:NAME}` stays as written: an environment variable
+may hold a secret, and its value must not end in a record.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from ..labels import parse_arm
+from .errors import UserError, nearest
+from .schema import CHOICES, POSITIVE, Recipe
+
+__all__ = ["Loaded", "check_arm", "load", "shipped", "to_yaml", "write_yaml"]
+
+_ENV = re.compile(r"\$\{oc\.env:[^{}]*\}")
+ALIASES = dict.fromkeys(("label", "labels", "recompute", "recompute_module", "recompute_modules", "activation_checkpointing"), "plan.arm")
+"""Keys that other tools use for what this schema calls otherwise."""
+_TYPE_NAMES = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
+
+
+def _schema() -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
+    """The sections with the type of each key, and the top-level keys with theirs."""
+    sections: dict[str, dict[str, Any]] = {}
+    top: dict[str, Any] = {}
+    for name, kind in typing.get_type_hints(Recipe).items():
+        if dataclasses.is_dataclass(kind):
+            sections[name] = typing.get_type_hints(kind)
+        else:
+            top[name] = kind
+    return sections, top
+
+
+SECTIONS, TOP = _schema()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """A recipe that passed every check that needs no torch."""
+
+    name: str
+    """File name without suffix; names the run folder."""
+    source: Path
+    recipe: Recipe
+    saved: dict[str, Any]
+    """What is written to disk and to loggers: resolved, with `${oc.env:...}` as written."""
+
+
+def shipped() -> dict[str, Path]:
+    """Recipes that come with the package, by name."""
+    folder = Path(__file__).resolve().parent.parent / "recipes"
+    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+
+
+def load(name: str, overrides: Sequence[str] = ()) -> Loaded:
+    """Read the recipe `name` (a path, or the bare name of a shipped recipe) with dotted `key=value` overrides.
+
+    Raises:
+        UserError: no such recipe, a parse error (with line and column), an unknown key (with section and nearest key), a wrong type,
+            a value out of range or outside its closed list, an arm that does not exist.
+    """
+    path = _find(name)
+    config = OmegaConf.merge(_parse(path), _overrides(overrides))
+    assert isinstance(config, DictConfig)
+    raw = OmegaConf.to_container(config, resolve=False)
+    assert isinstance(raw, dict)
+    _check_keys(raw, path)
+    defaults = OmegaConf.to_container(OmegaConf.structured(Recipe))
+    assert isinstance(defaults, dict)
+    for section, values in raw.items():
+        if section in SECTIONS and values is None:
+            raw[section] = {}
+    merged = OmegaConf.to_container(OmegaConf.merge(OmegaConf.create(defaults), OmegaConf.create(raw)), resolve=False)
+    plain = _resolve(merged, path)
+    _check_types(plain)
+    try:
+        recipe = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Recipe), OmegaConf.create(plain)))
+    except OmegaConfBaseException as error:
+        raise UserError(f"{path}: {error.full_key}: {_one_line(error)}") from None
+    assert isinstance(recipe, Recipe)
+    _check_values(recipe)
+    return Loaded(name=path.stem, source=path, recipe=recipe, saved=_saved(merged, path))
+
+
+def write_yaml(saved: Mapping[str, Any], path: Path, header: str) -> None:
+    """Write a resolved recipe; `header` becomes its first comment lines."""
+    comment = "".join(f"# {line}\n" for line in header.splitlines())
+    path.write_text(comment + to_yaml(saved), encoding="utf-8")
+
+
+def to_yaml(saved: Mapping[str, Any]) -> str:
+    """A resolved recipe as YAML that `load` reads back."""
+    return OmegaConf.to_yaml(OmegaConf.create(dict(saved)))
+
+
+def _find(name: str) -> Path:
+    path = Path(name).expanduser()
+    if path.is_file():
+        return path
+    known = shipped()
+    if name in known:
+        return known[name]
+    listed = f"Shipped recipes: {', '.join(known) or 'none'}"
+    if path.is_dir():
+        raise UserError(f"recipe: {name} is a folder; give one YAML file. {listed}")
+    if path.stem in known:
+        raise UserError(f"recipe: no file {name}; a recipe of that name is shipped: write {path.stem}. {listed}")
+    close = nearest(path.stem, known)
+    hint = f"; did you mean {close}?" if close else "."
+    raise UserError(f"recipe: no file {name} and no shipped recipe of that name{hint} {listed}")
+
+
+def _parse(path: Path) -> DictConfig:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read as UTF-8 text: {error}") from None
+    try:
+        config = OmegaConf.create(text)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        tab = " (YAML indents with spaces, not tabs)" if "\\t" in str(error.problem) or "tab" in str(error.problem) else ""
+        raise UserError(f"{path}{where}: {error.problem or error.context}{tab}") from None
+    except yaml.YAMLError as error:
+        raise UserError(f"{path}: {_one_line(error)}") from None
+    except AssertionError:
+        raise UserError(f"{path}: expected sections ({', '.join(SECTIONS)}) at the top, got a single value") from None
+    except OmegaConfBaseException as error:
+        raise UserError(f"{path}: {_one_line(error)}") from None
+    if not isinstance(config, DictConfig):
+        raise UserError(f"{path}: expected sections ({', '.join(SECTIONS)}) at the top, got a list")
+    if not config:
+        raise UserError(f"{path}: the file is empty; expected at least one of the sections {', '.join(SECTIONS)}")
+    return config
+
+
+def _overrides(overrides: Sequence[str]) -> DictConfig:
+    for text in overrides:
+        key, equals, _ = text.partition("=")
+        if not equals or not key.strip():
+            raise UserError(f"override {text!r}: expected key=value, for instance trainer.max_steps=10")
+        if re.search(r"\.\d+(\.|$)", key):
+            raise UserError(f"override {text!r}: a list is replaced as a whole, for instance compare.arms=[none,full]")
+        try:
+            _check_keys(_nested(key.strip(), text.partition("=")[2]), None)
+            OmegaConf.from_dotlist([text])
+        except yaml.YAMLError as error:
+            raise UserError(f"override {text!r}: the value is no YAML: {getattr(error, 'problem', None) or _one_line(error)}") from None
+        except OmegaConfBaseException as error:
+            raise UserError(f"override {text!r}: {_one_line(error)}") from None
+    return OmegaConf.from_dotlist(list(overrides))
+
+
+def _nested(key: str, value: object) -> dict[str, Any]:
+    head, dot, rest = key.partition(".")
+    return {head: _nested(rest, value) if dot else value}
+
+
+def _check_keys(raw: Mapping[Any, Any], path: Path | None) -> None:
+    """Every key must be in the schema, in its section."""
+    where = f"{path}: " if path else ""
+    problems = []
+    for name, values in raw.items():
+        if name in TOP:
+            continue
+        if name not in SECTIONS:
+            problems.append(_explain(str(name), None, values))
+        elif isinstance(values, Mapping):
+            problems += [_explain(str(key), name, value) for key, value in values.items() if key not in SECTIONS[name]]
+        elif values is not None:
+            raise UserError(f"{where}{name} is a section with keys {', '.join(SECTIONS[name])}; expected {name}.KEY=value, got {values!r}")
+    if problems:
+        raise UserError(where + "; ".join(problems))
+
+
+def _explain(key: str, section: str | None, value: object) -> str:
+    """One unknown key: where it stands, where it belongs, or which key is nearest."""
+    homes = [name for name, keys in SECTIONS.items() if key in keys]
+    place = f"key {key!r} in section {section!r}" if section else f"key {key!r} at the top"
+    if homes:
+        return f"unknown {place}: {key!r} belongs in section {' or '.join(repr(h) for h in homes)}, write {' or '.join(f'{h}.{key}' for h in homes)}"
+    if section and key in TOP:
+        return f"unknown {place}: {key!r} stands at the top, write {key}=..."
+    if section:
+        close = nearest(key, SECTIONS[section])
+        if close:
+            return f"unknown {place}: did you mean {section}.{close}? Keys of {section}: {', '.join(SECTIONS[section])}"
+    else:
+        close = nearest(key, [*SECTIONS, *TOP])
+        if close in SECTIONS and isinstance(value, Mapping):
+            inner = [_home(str(k), close) for k in value] or [close]
+            return f"unknown section {key!r}: did you mean {', '.join(inner)}? Sections: {', '.join(SECTIONS)}"
+        if close:
+            return f"unknown {place}: did you mean {close}? Keys at the top: {', '.join([*SECTIONS, *TOP])}"
+    dotted = {k: s for s, keys in SECTIONS.items() for k in keys}
+    anywhere = nearest(key, dotted, cutoff=0.6)
+    meant = ALIASES.get(key.lower().replace("-", "_")) or (f"{dotted[anywhere]}.{anywhere}" if anywhere else None)
+    hint = f": did you mean {meant}?" if meant else "."
+    listed = f"Keys of {section}: {', '.join(SECTIONS[section])}" if section else f"Keys at the top: {', '.join([*SECTIONS, *TOP])}"
+    return f"unknown {place}{hint} {listed}"
+
+
+def _home(key: str, section: str) -> str:
+    """The dotted key that `key`, written in a misspelt `section`, most likely means."""
+    if key not in SECTIONS[section]:
+        for name, keys in SECTIONS.items():
+            if key in keys:
+                return f"{name}.{key}"
+    return f"{section}.{key if key in SECTIONS[section] else nearest(key, SECTIONS[section]) or 'KEY'}"
+
+
+def _resolve(merged: Any, path: Path) -> dict[str, Any]:
+    config = OmegaConf.create(merged)
+    try:
+        plain = OmegaConf.to_container(config, resolve=True)
+    except OmegaConfBaseException as error:
+        raise UserError(f"{path}: {error.full_key or 'interpolation'}: {_one_line(error)}") from None
+    assert isinstance(plain, dict)
+    return plain  # type: ignore[return-value]
+
+
+def _saved(merged: Any, path: Path) -> dict[str, Any]:
+    """Resolve everything but the environment, also where one key takes its value from another that reads the environment."""
+    found: list[str] = []
+
+    def hide(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: hide(inner) for key, inner in value.items()}
+        if isinstance(value, list):
+            return [hide(inner) for inner in value]
+        if isinstance(value, str):
+            return _ENV.sub(lambda match: f"\x00{found.append(match.group()) or len(found) - 1}\x00", value)
+        return value
+
+    def show(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: show(inner) for key, inner in value.items()}
+        if isinstance(value, list):
+            return [show(inner) for inner in value]
+        return re.sub("\x00(\\d+)\x00", lambda match: found[int(match.group(1))], value) if isinstance(value, str) else value
+
+    return typing.cast(dict[str, Any], show(_resolve(hide(merged), path)))
+
+
+def _check_types(plain: Mapping[str, Any]) -> None:
+    for name, value in plain.items():
+        if name in TOP:
+            _check_type(name, value, TOP[name])
+        else:
+            for key, inner in value.items():
+                _check_type(f"{name}.{key}", inner, SECTIONS[name][key])
+
+
+def _check_type(key: str, value: object, wanted: Any) -> None:
+    """Stricter than a conversion: `no` is not text, "20" is no number, 2.0 is no whole number."""
+    optional = typing.get_origin(wanted) in (typing.Union, types.UnionType)
+    if optional:
+        if value is None:
+            return
+        wanted = next(kind for kind in typing.get_args(wanted) if kind is not type(None))
+    if typing.get_origin(wanted) is list:
+        if not isinstance(value, list):
+            raise UserError(f"{key}: expected a list, got {value!r}; for instance {key}=[none,full]")
+        for item in value:
+            _check_type(key, item, typing.get_args(wanted)[0])
+        return
+    good = isinstance(value, (int, float) if wanted is float else wanted) and (wanted is bool or not isinstance(value, bool))
+    if good and isinstance(value, float) and not math.isfinite(value):
+        good = False
+    if not good:
+        hint = ""
+        if isinstance(value, bool) and wanted is str:
+            hint = "; YAML reads yes, no, on and off as true or false: put the word in quotes"
+        elif isinstance(value, str) and wanted in (int, float):
+            hint = "; write it as a plain number, without quotes"
+        raise UserError(f"{key}: expected {_TYPE_NAMES[wanted]}{' or null' if optional else ''}, got {value!r}{hint}")
+
+
+def _check_values(recipe: Recipe) -> None:
+    values = {f"{s}.{k}": getattr(getattr(recipe, s), k) for s, keys in SECTIONS.items() for k in keys} | {k: getattr(recipe, k) for k in TOP}
+    for key, names in CHOICES.items():
+        if values[key] not in names:
+            close = nearest(values[key], names)
+            raise UserError(f"{key}: expected one of {', '.join(names)}, got {values[key]!r}" + (f" (did you mean {close!r}?)" if close else ""))
+    for key, least in POSITIVE.items():
+        if values[key] is not None and values[key] < least:
+            raise UserError(f"{key}: expected at least {least:g}, got {values[key]!r}")
+    model, trainer = recipe.model, recipe.trainer
+    if model.num_attention_heads % model.num_key_value_heads:
+        raise UserError(f"model.num_key_value_heads: expected a divisor of num_attention_heads={model.num_attention_heads}, got {model.num_key_value_heads}")
+    if model.linear_num_value_heads % model.linear_num_key_heads:
+        raise UserError(
+            f"model.linear_num_value_heads: expected a multiple of linear_num_key_heads={model.linear_num_key_heads}, got {model.linear_num_value_heads}"
+        )
+    if trainer.precision == "bf16-true" and model.dtype == "float32":
+        raise UserError("model.dtype: float32 contradicts trainer.precision=bf16-true; use dtype auto, or precision 32-true or bf16-mixed")
+    if trainer.devices > 1:
+        raise UserError(f"trainer.devices: this version trains on one device, got {trainer.devices}; write trainer.devices=1")
+    if recipe.monitor.warmup_steps >= trainer.max_steps:
+        raise UserError(
+            f"monitor.warmup_steps: expected fewer than trainer.max_steps={trainer.max_steps}, got {recipe.monitor.warmup_steps}; no step would be measured"
+        )
+    if not recipe.out_dir:
+        raise UserError("out_dir: expected a folder, got ''")
+    for key, arms in (("plan.arm", [recipe.plan.arm]), ("compare.arms", recipe.compare.arms)):
+        if not arms:
+            raise UserError(f"{key}: expected at least one arm, got an empty list")
+        for arm in arms:
+            check_arm(arm, key)
+
+
+def check_arm(arm: str, key: str) -> None:
+    """Raise `UserError` unless `arm` follows the arm grammar and this version has its labels."""
+    try:
+        parse_arm(arm)
+    except ValueError as error:
+        raise UserError(f"{key}: {_one_line(error)}") from None
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(line.strip() for line in str(error).splitlines() if line.strip() and not line.strip().startswith(("full_key", "object_type")))

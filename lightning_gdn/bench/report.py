@@ -1,0 +1,132 @@
+"""A comparison as a table on the terminal and as Markdown."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+__all__ = ["caption", "kernels_line", "markdown", "terminal_table", "title", "write_csv"]
+
+HEAD = ("arm", "retained", "Δ", "peak allocated", "Δ", "step", "Δ paired [min, max]", "losses")
+NOT_KNOWN = "n/a"
+
+
+def title(result: Mapping[str, Any]) -> str:
+    """What was compared, on what."""
+    environment = result["environment"] or {}
+    recipe = result["recipe"] or {}
+    data, trainer = recipe.get("data", {}), recipe.get("trainer", {})
+    shape = f"seq {data.get('seq_len')}, batch {data.get('batch_size')} x {trainer.get('accumulate_grad_batches')}, {trainer.get('precision')}"
+    device = environment.get("device") or "unknown device"
+    if device == "cpu":
+        device = f"{environment.get('cpu') or 'cpu'}, {environment.get('threads')} thread(s)"
+    return f"{result['name']}: {shape}, {result['rounds']} round(s), {device}"
+
+
+def kernels_line(result: Mapping[str, Any]) -> str:
+    """Which kernels ran: once if every arm ran the same, else per arm."""
+    named = {entry["arm"]: ", ".join(f"{region} {kernel}" for region, kernel in entry["kernels"].items()) for entry in result["arms"]}
+    known = {arm: text for arm, text in named.items() if text}
+    if not known:
+        return f"kernels: {NOT_KNOWN}"
+    if len(set(known.values())) == 1:
+        return f"kernels: {next(iter(known.values()))}" + ("" if len(known) == len(named) else f" ({NOT_KNOWN} for {', '.join(set(named) - set(known))})")
+    return "kernels: " + "; ".join(f"{arm}: {text or NOT_KNOWN}" for arm, text in named.items())
+
+
+def caption(result: Mapping[str, Any]) -> list[str]:
+    """Lines under the table: kernels, what the columns mean, notes, problems."""
+    lines = [
+        kernels_line(result),
+        "retained: bytes that the blocks hold from forward to backward of one micro-batch; step: median after warm-up; "
+        "Δ: percent against none in the same round, median over rounds",
+    ]
+    lines += [f"note: {note}" for note in result["notes"]]
+    lines += [f"PROBLEM: {problem}" for problem in result["problems"]]
+    return lines
+
+
+def cells(entry: Mapping[str, Any]) -> list[str]:
+    """One arm as text, in the order of `HEAD`."""
+    if entry["status"] != "ok" and not entry["rounds"]:
+        return [entry["arm"], *[NOT_KNOWN] * 6, entry["status"]]
+    status = "" if entry["status"] == "ok" else f", {entry['status']} in other rounds"
+    return [
+        entry["arm"],
+        _bytes(entry["retained_bytes"]),
+        _delta(entry["retained_delta_pct"]),
+        NOT_KNOWN if entry["peak_allocated_mib"] is None else f"{entry['peak_allocated_mib']:.1f} MiB",
+        _delta(entry["peak_delta_pct"]),
+        NOT_KNOWN if entry["step_ms"] is None else f"{entry['step_ms']['median']:.1f} ms",
+        _paired(entry["step_delta_pct"]),
+        _losses(entry) + status,
+    ]
+
+
+def terminal_table(result: Mapping[str, Any]) -> Table:
+    """The table for rich's console."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=title(result), title_justify="left")
+    for index, name in enumerate(HEAD):
+        table.add_column(name, justify="left" if index in (0, len(HEAD) - 1) else "right", overflow="fold")
+    for entry in result["arms"]:
+        bad = entry["status"] != "ok" or any(problem.startswith(f"{entry['arm']}:") for problem in result["problems"])
+        table.add_row(*[Text(cell) for cell in cells(entry)], style="red" if bad else None)
+    return table
+
+
+def markdown(result: Mapping[str, Any]) -> str:
+    """The same table as Markdown, with the environment it was measured in."""
+    rows = [HEAD, ["---", *["---:"] * (len(HEAD) - 2), "---"], *[cells(entry) for entry in result["arms"]]]
+    lines = [f"# {result['name']}", "", title(result), ""]
+    lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
+    lines += ["", *[f"- {line}" for line in caption(result)]]
+    failed = [f"- {e['arm']}: {e['status']}: {e['error']}" for e in result["arms"] if e["status"] != "ok"]
+    if failed:
+        lines += ["", "Arms that did not finish:", "", *failed]
+    environment = result["environment"]
+    if environment:
+        packages = ", ".join(f"{name} {version}" for name, version in environment["packages"].items() if version)
+        lines += ["", f"Environment: Python {environment['python']}, {packages}, {environment['platform']}, {environment['cpu']}"]
+        if environment.get("driver"):
+            lines[-1] += f", driver {environment['driver']}, CUDA {environment['cuda']}"
+        lines[-1] += f", git {environment['git_revision'] or NOT_KNOWN}{' (with edits)' if environment['git_dirty'] else ''}"
+    if result["text"]:
+        text = result["text"]
+        lines += ["", f"Text: {text['source']}, {text['files']} files, {text['bytes']} bytes, SHA-256 {text['sha256'][:16]}"]
+    return "\n".join(lines) + "\n"
+
+
+def write_csv(result: Mapping[str, Any], path: Path) -> None:
+    """The table of `comparison.json` as CSV."""
+    with path.open("w", newline="", encoding="utf-8") as handle:
+        writer = csv.writer(handle)
+        writer.writerow(result["table"]["columns"])
+        writer.writerows(result["table"]["rows"])
+
+
+def _bytes(count: int | None) -> str:
+    return NOT_KNOWN if count is None else f"{count / 2**20:.2f} MiB ({count:,} B)"
+
+
+def _delta(spread: Mapping[str, Any] | None) -> str:
+    return NOT_KNOWN if spread is None else f"{spread['median']:+.1f} %"
+
+
+def _paired(spread: Mapping[str, Any] | None) -> str:
+    return NOT_KNOWN if spread is None else f"{spread['median']:+.1f} % [{spread['min']:+.1f}, {spread['max']:+.1f}]"
+
+
+def _losses(entry: Mapping[str, Any]) -> str:
+    losses = entry["losses"]
+    if losses["verdict"] != "differ":
+        return str(losses["verdict"])
+    gap = losses["max_abs_diff"]
+    return f"differ by up to {NOT_KNOWN if gap is None else format(gap, '.3g')} from micro-batch {losses['first_step']}"

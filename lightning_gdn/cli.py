@@ -1,0 +1,282 @@
+"""The `lightning-gdn` command. Heavy imports (torch, Lightning) happen in the verbs that train or count, not here."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import itertools
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+from . import __version__
+from .bench.errors import UnlikeRecordsError, UserError
+
+__all__ = ["main"]
+
+OVERVIEW = """\
+lightning-gdn: selective activation recompute for Gated DeltaNet hybrid models, and its measurement
+
+  lightning-gdn run RECIPE [key=value ...]        train one recipe with one plan
+  lightning-gdn compare RECIPE [key=value ...]    train it once per memory configuration and compare
+  lightning-gdn labels [--model RECIPE]           labels, and what each frees on a recipe's model
+  lightning-gdn validate RECIPE [key=value ...]   check a recipe without training
+  lightning-gdn recipes                           list the shipped recipes
+
+examples:
+  lightning-gdn compare recipes/demo_cpu.yaml
+  lightning-gdn compare demo_cpu --arms none,gdn_conv+layernorm,full --rounds 3
+  lightning-gdn run demo_cpu plan.arm=gdn_conv trainer.max_steps=30 data.path=/path/to/texts
+  lightning-gdn labels --model demo_cpu
+
+`lightning-gdn VERB --help` shows each verb. Exit codes: 0 done; 1 an arm failed, or on a CPU its losses differ from the control's;
+2 something you wrote cannot work (one line on stderr says what).
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}; see {self.prog} --help")
+
+
+def _parser(verb: str, summary: str, examples: str, *, recipe: bool = True) -> _Parser:
+    parser = _Parser(
+        prog=f"lightning-gdn {verb}", description=summary, epilog=f"examples:\n{examples}", formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    if recipe:
+        parser.add_argument("recipe", metavar="RECIPE", help="a YAML file, or the name of a shipped recipe")
+        parser.add_argument("overrides", metavar="key=value", nargs="*", help="dotted overrides, for instance trainer.max_steps=30")
+    return parser
+
+
+def _console() -> Any:
+    from rich.console import Console
+
+    # off a terminal rich would fold tables at 80 columns, through the middle of numbers
+    console = Console()
+    return console if console.is_terminal else Console(width=max(console.width, 200))
+
+
+def _run(argv: Sequence[str]) -> int:
+    parser = _parser(
+        "run",
+        "Train one recipe with the plan that plan.arm names, and write record and MemoryMonitor file into a folder of its own.",
+        "  lightning-gdn run demo_cpu plan.arm=gdn_conv+gdn_norm_out\n  lightning-gdn run recipes/qwen3_5_0_8b.yaml data.seq_len=8192",
+    )
+    parser.add_argument("--out", metavar="DIR", help="the run's folder; new or empty (default: out_dir/NAME-TIME)")
+    given = parser.parse_intermixed_args(argv)
+    from .bench.recipes import load, write_yaml
+    from .bench.records import write_json
+
+    loaded = load(given.recipe, given.overrides)
+    from .bench.compare import check_runnable, new_folder
+
+    arm = loaded.recipe.plan.arm
+    text = check_runnable(loaded, [arm])
+    folder = new_folder(given.out, loaded)
+    from .bench.arm import run_arm
+
+    write_yaml(loaded.saved, folder / "recipe.yaml", f"lightning-gdn run {folder / 'recipe.yaml'}\nresolved from {loaded.source.name}")
+    logger, close = _logger(loaded, folder)
+    try:
+        record = run_arm(loaded.recipe, loaded.saved, arm, folder=folder, text=text, interactive=True, logger=logger)
+    finally:
+        close()
+    write_json(folder / "record.json", record)
+    if record["status"] != "ok":
+        print(f"lightning-gdn: arm {arm}: {record['status']}: {record['error']}", file=sys.stderr)
+        return 1
+    retained = record["retained_bytes"]
+    held = "n/a" if retained is None else f"{retained / 2**20:.2f} MiB ({retained:,} B)"
+    print(f"{arm}: loss {record['loss_first']:.4f} -> {record['loss_last']:.4f}, blocks retain {held} per micro-batch")
+    print("kernels: " + (", ".join(f"{region} {kernel}" for region, kernel in record["kernels"].items()) or "n/a"))
+    print(f"written to {folder}")
+    return 0
+
+
+def _logger(loaded: Any, folder: Path) -> tuple[Any, Callable[[], None]]:
+    kind = loaded.recipe.logger
+    if kind == "csv":
+        from lightning.pytorch.loggers import CSVLogger
+
+        return CSVLogger(save_dir=str(folder), name="", version=""), lambda: None
+    if kind == "wandb":
+        from .bench.wandb_sink import lightning_logger
+
+        return lightning_logger(loaded.recipe.wandb, loaded.saved, folder, arm=loaded.recipe.plan.arm)
+    return False, lambda: None
+
+
+def _compare(argv: Sequence[str]) -> int:
+    parser = _parser(
+        "compare",
+        "Train a recipe once per arm and round, each in a fresh process, and compare memory, time and losses against the control.",
+        "  lightning-gdn compare demo_cpu\n  lightning-gdn compare demo_cpu --arms none,gdn_conv+layernorm,full:block:4 --rounds 3 trainer.max_steps=20",
+    )
+    parser.add_argument("--arms", metavar="A,B,...", help="arms separated by commas; `none` is added if missing (default: compare.arms)")
+    parser.add_argument("--rounds", metavar="N", help="how often every arm runs (default: compare.rounds)")
+    parser.add_argument("--out", metavar="DIR", help="folder of the comparison; new or empty (default: out_dir/NAME-TIME)")
+    given = parser.parse_intermixed_args(argv)
+    from .bench.recipes import load
+
+    overrides = [*given.overrides, *([f"compare.rounds={given.rounds}"] if given.rounds is not None else [])]
+    loaded = load(given.recipe, overrides)
+    from .bench.compare import check_runnable, compare, new_folder, prepare, split_arms
+
+    arms = split_arms(given.arms) if given.arms is not None else prepare(loaded.recipe.compare.arms)
+    loaded = replace(
+        loaded,
+        recipe=replace(loaded.recipe, compare=replace(loaded.recipe.compare, arms=arms)),
+        saved={**loaded.saved, "compare": {**loaded.saved["compare"], "arms": list(arms)}},
+    )
+    check_runnable(loaded, arms)
+    folder = new_folder(given.out, loaded)
+    print(f"{len(arms)} arms x {loaded.recipe.compare.rounds} rounds, in {folder}", file=sys.stderr)
+    try:
+        result = compare(loaded, arms, folder)
+    except UnlikeRecordsError as error:
+        print(f"lightning-gdn: {error} The records are in {folder}", file=sys.stderr)
+        return 1
+    _show(loaded, result, folder)
+    return 1 if result["problems"] else 0
+
+
+def _show(loaded: Any, result: dict[str, Any], folder: Path) -> None:
+    """Table on the terminal; Markdown, picture and whatever the recipe's logger wants in the folder."""
+    from .bench.plot import draw
+    from .bench.records import read_json
+    from .bench.report import caption, markdown, terminal_table, write_csv
+
+    console = _console()
+    console.print(terminal_table(result))
+    for line in caption(result):
+        console.print(line, markup=False, highlight=False)
+    (folder / "comparison.md").write_text(markdown(result), encoding="utf-8")
+    draw(result, folder / "comparison.png")
+    if loaded.recipe.logger == "csv":
+        write_csv(result, folder / "comparison.csv")
+    if loaded.recipe.logger == "wandb":
+        from .bench.wandb_sink import publish
+
+        records = [read_json(path) for path in sorted((folder / "arms").glob("*/record.json"))]
+        ids = publish(result, records, loaded.recipe.wandb, folder)
+        console.print(f"W&B: {len(ids)} runs in group {result['name']}", markup=False, highlight=False)
+    console.print(f"written to {folder}: comparison.json, comparison.md, comparison.png, arms/*/record.json", markup=False, highlight=False)
+
+
+def _labels(argv: Sequence[str]) -> int:
+    parser = _parser(
+        "labels",
+        "Labels and what they stand for; with --model, what each frees on a recipe's model and what the recipe's arms will retain.",
+        "  lightning-gdn labels\n  lightning-gdn labels --model recipes/demo_cpu.yaml data.seq_len=1024",
+        recipe=False,
+    )
+    parser.add_argument("--model", metavar="RECIPE", help="a YAML file, or the name of a shipped recipe")
+    parser.add_argument("--json", action="store_true", help="print the prediction as JSON (with --model)")
+    parser.add_argument("overrides", metavar="key=value", nargs="*", help="dotted overrides, with --model")
+    given = parser.parse_intermixed_args(argv)
+    from .bench.labels_table import as_dict, known_labels, model_tables, predict
+
+    console = _console()
+    if given.model is None:
+        if given.overrides or given.json:
+            raise UserError(f"labels: {'--json' if given.json else given.overrides[0]!r} needs --model RECIPE; see lightning-gdn labels --help")
+        for table in known_labels():
+            console.print(table)
+        return 0
+    from .bench.compare import prepare
+    from .bench.data import check_vocabulary
+    from .bench.recipes import load
+
+    loaded = load(given.model, given.overrides)
+    check_vocabulary(loaded.recipe)
+    arms = prepare(loaded.recipe.compare.arms)
+    try:
+        prediction = predict(loaded, arms)
+    except UserError:
+        raise
+    except ValueError as error:
+        raise UserError(f"compare.arms: {error}") from None
+    if given.json:
+        print(json.dumps(as_dict(prediction), indent=1))
+        return 0
+    labels, table, lines = model_tables(loaded, prediction, arms)
+    console.print(labels)
+    console.print(table)
+    for line in lines:
+        console.print(line, markup=False, highlight=False)
+    return 0
+
+
+def _validate(argv: Sequence[str]) -> int:
+    parser = _parser(
+        "validate",
+        "Check a recipe: keys, types, values, arms, text and model folder. Imports no torch, trains and writes nothing.",
+        "  lightning-gdn validate my.yaml\n  lightning-gdn validate demo_cpu data.seq_len=1024 --print",
+    )
+    parser.add_argument("--print", action="store_true", help="print the resolved recipe as YAML")
+    given = parser.parse_intermixed_args(argv)
+    from .bench.compare import prepare
+    from .bench.data import check_vocabulary, read_text
+    from .bench.recipes import load, to_yaml
+
+    loaded = load(given.recipe, given.overrides)
+    check_vocabulary(loaded.recipe)
+    text = read_text(loaded.recipe.data)
+    prepare(loaded.recipe.compare.arms)
+    if given.print:
+        print(to_yaml(loaded.saved), end="")
+    else:
+        print(f"{loaded.source}: valid; text: {text.source}, {text.files} files, {len(text.data):,} bytes")
+    return 0
+
+
+def _recipes(argv: Sequence[str]) -> int:
+    parser = _parser("recipes", "List the shipped recipes with the command that runs each.", "  lightning-gdn recipes", recipe=False)
+    parser.parse_args(argv)
+    from .bench.recipes import shipped
+
+    for name, path in shipped().items():
+        lines = path.read_text(encoding="utf-8").splitlines()
+        header = [line.lstrip("# ").rstrip() for line in itertools.takewhile(lambda line: line.startswith("#"), lines)]
+        about = " ".join(line for line in header[1:] if line).split(". ")[0].rstrip(".")
+        print(f"{name}\n  {about}.\n  {header[0] if header else ''}\n  {path}")
+    return 0
+
+
+VERBS: dict[str, Callable[[Sequence[str]], int]] = {
+    "run": _run,
+    "compare": _compare,
+    "labels": _labels,
+    "validate": _validate,
+    "recipes": _recipes,
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command with `argv` (default: the process's own) and return its exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        if not words or words[0] in ("-h", "--help", "help"):
+            print(OVERVIEW, end="")
+            return 0 if words else 2
+        if words[0] in ("-V", "--version"):
+            print(f"lightning-gdn {__version__}")
+            return 0
+        verb, rest = words[0], words[1:]
+        if verb not in VERBS:
+            close = difflib.get_close_matches(verb, VERBS, n=1, cutoff=0.4)
+            hint = f"did you mean {close[0]!r}? " if close else ""
+            raise UserError(f"unknown verb {verb!r}; {hint}Verbs: {', '.join(VERBS)}")
+        return VERBS[verb](rest)
+    except UserError as error:
+        print(f"lightning-gdn: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("lightning-gdn: interrupted; records written so far stay", file=sys.stderr)
+        return 130
+    except SystemExit as stop:  # argparse, after --help
+        return int(stop.code or 0)

@@ -1,0 +1,1 @@
+"""Recipes shipped with lightning-gdn, as package data; `lightning-gdn recipes` lists them."""
