@@ -21,7 +21,7 @@ LEVELS: tuple[frozenset[str], ...] = (
     frozenset({"takeover", "apply"}),
     frozenset({"strategies", "_registration", "callbacks"}),
     frozenset({"bench", "recipes"}),
-    frozenset({"cli"}),
+    frozenset({"cli", "__main__"}),
 )
 """Units from the bottom up. A unit imports from its own level and from those below."""
 

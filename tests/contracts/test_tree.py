@@ -62,6 +62,7 @@ def test_meta_an_oversized_module_is_found(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_every_relative_link_leads_somewhere(name: str, repo_root: Path) -> None:
     place = repo_root / name
+    assert place.exists(), f"{name} is missing"
     documents = sorted(place.rglob("*.md")) if place.is_dir() else [place]
     assert documents, f"{name} has no Markdown file"
     assert {str(d.relative_to(repo_root)): b for d in documents if (b := broken_links(d))} == {}
