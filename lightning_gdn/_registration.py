@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
@@ -19,9 +20,8 @@ _TARGET = "lightning.pytorch"
 
 
 def _register() -> None:
-    from .strategies import register_strategies
-
-    register_strategies()
+    # It registers itself at its end. When `lightning_gdn.strategies` is what imports Lightning, it is only half there now.
+    import_module(".strategies", __package__)
 
 
 class _Loader(Loader):

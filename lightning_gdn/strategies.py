@@ -160,3 +160,6 @@ def register_strategies() -> None:
     """Make `Trainer(strategy="gdn")` known to Lightning."""
     if "gdn" not in StrategyRegistry:
         StrategyRegistry.register("gdn", GDNRecomputeStrategy, description=f"recompute {' + '.join(DEFAULT_LABELS)}")
+
+
+register_strategies()
