@@ -28,7 +28,7 @@ from ..strategies import GDNRecomputeStrategy
 from .data import Text, make_loaders, read_text
 from .environment import collect
 from .errors import UserError
-from .module import FLOPS_FORMULA, BenchModule, flops_per_token, meta_model
+from .module import FLOPS_FORMULA, BenchModule, flops_per_token, make_module, meta_model
 from .recipes import load
 from .records import SCHEMA, write_json
 from .schema import Recipe
@@ -138,7 +138,7 @@ def run_arm(
         "environment": collect(device),
         "recipe": {**saved, "plan": {**saved["plan"], "arm": arm}},
     }
-    module = BenchModule(recipe)
+    module = make_module(recipe)
     monitor = probe = strategy = None
     try:
         text = text or read_text(recipe.data)

@@ -24,6 +24,8 @@ COLUMNS = (
     "step_delta_pct_min",
     "step_delta_pct_max",
     "tokens_per_s",
+    "loss_first",
+    "loss_last",
     "losses",
     "loss_max_abs_diff",
     "loss_first_step",
@@ -112,6 +114,8 @@ def _arm(arm: str, records: Sequence[Mapping[str, Any]], control: Mapping[int, M
         "step_delta_pct": _spread([_percent(_step_ms(a), _step_ms(b)) for a, b in pairs]),
         "tokens_per_s": _median([_monitor(r, "tokens_per_s") for r in good]),
         "losses": _losses(arm, pairs),
+        "loss_first": some.get("loss_first"),
+        "loss_last": some.get("loss_last"),
         "weights_equal": all(a == b for a, b in weights) if weights else None,
     }
 
@@ -147,7 +151,7 @@ def _repeat(records: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
 def _row(entry: Mapping[str, Any]) -> list[Any]:
     step, delta = entry["step_ms"] or {}, entry["step_delta_pct"] or {}
     values = {
-        **{key: entry[key] for key in ("arm", "status", "rounds", "retained_bytes", "peak_allocated_mib", "tokens_per_s", "error")},
+        **{key: entry[key] for key in COLUMNS if key in entry},
         "retained_delta_pct": (entry["retained_delta_pct"] or {}).get("median"),
         "peak_delta_pct": (entry["peak_delta_pct"] or {}).get("median"),
         "step_ms": step.get("median"),

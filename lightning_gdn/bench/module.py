@@ -196,15 +196,24 @@ class BenchModule(L.LightningModule):
         self.log("train/loss", loss.detach(), prog_bar=True, batch_size=batch.shape[0])
         return loss
 
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        config = self.recipe.trainer
+        on_gpu = next(self.parameters()).device.type == "cuda"
+        return torch.optim.AdamW(self.parameters(), lr=config.lr, weight_decay=config.weight_decay, fused=on_gpu or None)
+
+
+class ValidatedModule(BenchModule):
+    """With validation; a class of its own, because Lightning warns of a `validation_step` without validation data."""
+
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         loss = self(batch)
         self.val_losses.append(loss.detach())
         self.log("val/loss", loss, prog_bar=True, batch_size=batch.shape[0])
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        config = self.recipe.trainer
-        on_gpu = next(self.parameters()).device.type == "cuda"
-        return torch.optim.AdamW(self.parameters(), lr=config.lr, weight_decay=config.weight_decay, fused=on_gpu or None)
+
+def make_module(recipe: Recipe) -> BenchModule:
+    """The LightningModule of a recipe."""
+    return ValidatedModule(recipe) if recipe.trainer.val_every else BenchModule(recipe)
 
 
 def flops_per_token(model: nn.Module, seq_len: int) -> float:

@@ -46,6 +46,9 @@ def caption(result: Mapping[str, Any]) -> list[str]:
         "retained: bytes that the blocks hold from forward to backward of one micro-batch; step: median after warm-up; "
         "Δ: percent against none in the same round, median over rounds",
     ]
+    control = next((e for e in result["arms"] if e["arm"] == result["control"]), None)
+    if control and control["loss_first"] is not None and control["loss_last"] is not None:
+        lines.append(f"loss of {result['control']}: {control['loss_first']:.3f} -> {control['loss_last']:.3f} nats per byte")
     lines += [f"note: {note}" for note in result["notes"]]
     lines += [f"PROBLEM: {problem}" for problem in result["problems"]]
     return lines
@@ -55,15 +58,16 @@ def cells(entry: Mapping[str, Any]) -> list[str]:
     """One arm as text, in the order of `HEAD`."""
     if entry["status"] != "ok" and not entry["rounds"]:
         return [entry["arm"], *[NOT_KNOWN] * 6, entry["status"]]
+    control = entry["losses"]["verdict"] == "control"
     status = "" if entry["status"] == "ok" else f", {entry['status']} in other rounds"
     return [
         entry["arm"],
         _bytes(entry["retained_bytes"]),
-        _delta(entry["retained_delta_pct"]),
+        "" if control else _delta(entry["retained_delta_pct"]),
         NOT_KNOWN if entry["peak_allocated_mib"] is None else f"{entry['peak_allocated_mib']:.1f} MiB",
-        _delta(entry["peak_delta_pct"]),
+        "" if control else _delta(entry["peak_delta_pct"]),
         NOT_KNOWN if entry["step_ms"] is None else f"{entry['step_ms']['median']:.1f} ms",
-        _paired(entry["step_delta_pct"]),
+        "" if control else _paired(entry["step_delta_pct"]),
         _losses(entry) + status,
     ]
 
