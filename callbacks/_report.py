@@ -85,7 +85,7 @@ def build_summary(
         "autotune_capped": session is not None and session.warmup.capped,
         "steps": steps,
         "optimizer_steps": 0 if session is None else session.optimizer_steps,
-        "resumed_from_step": 0 if session is None else session.first_step,
+        "resumed_from_step": None if session is None else session.first_step,
         "first_step": None if session is None else session.steady_from,
         "last_step": None if session is None else session.steady_to,
         "step_ms": None if session is None else session.step_times.spread(),

@@ -124,8 +124,6 @@ class StepWindow:
         self._counters = counters
         self.meter = PhaseMeter(counters)
         self.micro_open = False
-        self.manual = False
-        """Manual optimization: forwards and updates may alternate within a micro-batch."""
         self.flags: set[str] = set()
         self.backwards = 0
         self.updates: int | None = 0
@@ -142,18 +140,17 @@ class StepWindow:
         self._base: int | None = None
         self._retained: int | None = None
 
-    def open_micro(self, wait_ms: float | None, tokens: int | None, held: int = 0) -> None:
+    def open_micro(self, wait_ms: float | None, tokens: int | None, held: Callable[[], int] | None = None) -> None:
         """A micro-batch begins.
 
         Args:
             wait_ms: time since the previous micro-batch ended, None if something else than loading happened in it.
             tokens: tokens of this micro-batch, None if unknown.
-            held: bytes of gradients alive now that the user may free before the first backward.
+            held: gives the bytes of gradients alive now, if the user may free them before the backward.
         """
         self._wait_ms = None if wait_ms is None or self._wait_ms is None else self._wait_ms + wait_ms
         self._tokens = None if tokens is None or self._tokens is None else self._tokens + tokens
-        allocated = self.meter.enter(FORWARD)
-        self._base = None if allocated is None else allocated - held
+        self.begin_forward(held)
         self.micro_open = True
         self._start_mark = self._counters.mark()
         now = perf_counter()
@@ -162,17 +159,22 @@ class StepWindow:
         else:
             self._gap_ms += (now - self._closed) * 1e3
 
+    def begin_forward(self, held: Callable[[], int] | None) -> None:
+        """A forward begins; `held` as for `open_micro`. With manual optimization a micro-batch may have several."""
+        allocated = self.meter.enter(FORWARD)
+        self._base = None if allocated is None else allocated - (0 if held is None else held())
+
     def forward_done(self, held: Callable[[], int] | None = None) -> None:
-        """The forward of a micro-batch is over. Only the first call per micro-batch measures what is retained.
+        """A forward is over; what is allocated now and was not at its beginning is retained. Further calls do nothing.
 
         Args:
-            held: gives the bytes of gradients alive now, as for `open_micro`.
+            held: as for `open_micro`.
         """
         if self.meter.phase != FORWARD:
             return
         allocated = self.meter.enter(BACKWARD)
         if allocated is not None and self._base is not None:
-            retained = allocated - (held() if held is not None else 0) - self._base
+            retained = allocated - (0 if held is None else held()) - self._base
             self._retained = retained if self._retained is None else max(self._retained, retained)
             self._base = None
 

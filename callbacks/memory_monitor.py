@@ -64,7 +64,8 @@ max, min, mean.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -78,7 +79,7 @@ from ._counters import counters_for
 from ._report import RunFacts, build_summary, inferred_flops, is_oom, ledger_of, print_table, tokens_in, write_json
 from ._series import MIB, metric_row
 from ._session import Session
-from ._window import FORWARD, OPTIMIZER, StepWindow
+from ._window import OPTIMIZER, StepWindow
 
 __all__ = ["MemoryMonitor"]
 
@@ -147,6 +148,7 @@ class MemoryMonitor(Callback):
         self._step_before = 0
         self._accumulate = 1
         self._saved: list[int] = []
+        self._held: Callable[[], int] | None = None
         self._countable_updates = True
         self._reported = True
 
@@ -209,26 +211,28 @@ class MemoryMonitor(Callback):
             tokens = tokens_in(batch)
         else:
             tokens = self.tokens_per_step if first else 0
-        window.manual = not pl_module.automatic_optimization
-        window.open_micro(wait_ms, tokens, held=_gradient_bytes(pl_module) if window.manual else 0)
+        self._held = None if pl_module.automatic_optimization else partial(_gradient_bytes, pl_module)
+        window.open_micro(wait_ms, tokens, self._held)
 
     def on_before_zero_grad(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         # In automatic optimization this comes after the forward and before the backward: gradients are freed here, so what the
         # forward left behind has to be read now.
-        self._forward_done(pl_module)
+        self._forward_done()
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:
-        self._forward_done(pl_module)
+        self._forward_done()
 
-    def _forward_done(self, pl_module: LightningModule) -> None:
+    def _forward_done(self) -> None:
         if (window := self._open_window()) is not None:
-            window.forward_done(None if pl_module.automatic_optimization else lambda: _gradient_bytes(pl_module))
+            window.forward_done(self._held)
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if (window := self._open_window()) is not None:
             window.backwards += 1
-            # With manual optimization the user may run another forward, or step: the optimizer hook tells.
-            window.meter.enter(OPTIMIZER if pl_module.automatic_optimization else FORWARD)
+            if pl_module.automatic_optimization:
+                window.meter.enter(OPTIMIZER)
+            else:
+                window.begin_forward(self._held)  # another one may follow, or an update, of which a hook tells
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         if (window := self._open_window()) is not None and window.meter.phase != OPTIMIZER:
@@ -238,8 +242,8 @@ class MemoryMonitor(Callback):
         """Step hook of the optimizers: an update really happened (a gradient scaler that found infinities skips it)."""
         if (window := self._open_window()) is not None and window.updates is not None:
             window.updates += 1
-            if window.manual:
-                window.meter.enter(FORWARD)
+            if self._held is not None:
+                window.begin_forward(self._held)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int) -> None:
         session, window = self._session, self._open_window()
