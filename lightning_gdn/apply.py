@@ -235,9 +235,11 @@ def _checked(plan: Plan, report: ModelReport) -> Plan:
 
 def _install(report: ModelReport, plan: Plan, session: Session) -> list[Takeover]:
     takeovers: list[Takeover] = []
+    continues = False
     for found, block in zip(report.blocks, plan.blocks, strict=True):
         modes: dict[str, Mode] = dict(block.modes)
-        takeovers.append(BlockTakeover(found.module, found.adapter, block.name, modes, block.carry, session))
+        takeovers.append(BlockTakeover(found.module, found.adapter, block.name, modes, (continues, block.carry), session))
+        continues = block.carry
         takeovers += [PartTakeover(module, run) for module, run in found.adapter.parts(found.module)]
     for takeover in takeovers:
         takeover.install()

@@ -8,8 +8,7 @@ backward over the same graph (`retain_graph=True`) replays again.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -40,10 +39,6 @@ class ReplayCounter(Protocol):
         """A region was replayed."""
 
 
-def _is_pure(module: nn.Module, pure: frozenset[type]) -> bool:
-    return type(module) in pure and not module._forward_hooks and not module._forward_pre_hooks
-
-
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class RegionFn:
     """One region of one model family.
@@ -67,27 +62,29 @@ class RegionFn:
         """Whether a call can draw random numbers, so that a replay needs the random state of the forward."""
         if self.draws is not None and self.draws(owner):
             return True
-        return any(not _is_pure(owner._modules[name], self.pure) for name in self.modules)  # type: ignore[arg-type]
-
-    def parameters(self, owner: nn.Module) -> Iterator[Tensor]:
-        """Every parameter a replay reads."""
-        for name in self.params:
-            yield owner._parameters[name]  # type: ignore[misc]
         for name in self.modules:
             module = owner._modules[name]
             assert module is not None
-            if module._modules:
-                yield from module.parameters()
-            else:
-                yield from (p for p in module._parameters.values() if p is not None)
+            if type(module) not in self.pure or module._forward_hooks or module._forward_pre_hooks:
+                return True
+        return False
 
     def versions(self, owner: nn.Module) -> int:
         """Sum of the version counters of every parameter a replay reads."""
-        return sum(p._version for p in self.parameters(owner))
+        total = 0
+        for name in self.params:
+            total += owner._parameters[name]._version  # type: ignore[union-attr]
+        for name in self.modules:
+            module = owner._modules[name]
+            assert module is not None
+            for parameter in module.parameters() if module._modules else module._parameters.values():
+                if parameter is not None:
+                    total += parameter._version
+        return total
 
 
 class Slot:
-    """A saved tensor of a recomputed region, or one that aliases such a region's output: the tensor, or a handle into a replay."""
+    """A saved tensor, or a region's input: the tensor, or a handle into a replay."""
 
     __slots__ = ("tensor", "version", "region", "inside", "index", "size", "stride", "offset")
 
@@ -96,14 +93,19 @@ class Slot:
         self.version = tensor._version
         self.region: Region | None = None
 
-    def become_handle(self, region: Region, inside: bool, index: int) -> None:
+    def point_inside(self, region: Region, position: int) -> None:
+        """Become a handle to the tensor that the region saves at this position."""
+        self.region, self.inside, self.index, self.tensor = region, True, position, None
+
+    def point_to_output(self, region: Region, index: int) -> None:
+        """Become a handle to a view of the region's output."""
         tensor = self.tensor
         assert tensor is not None
-        self.region, self.inside, self.index = region, inside, index
+        self.region, self.inside, self.index, self.tensor = region, False, index, None
         self.size, self.stride, self.offset = tensor.shape, tensor.stride(), tensor.storage_offset()
-        self.tensor = None
 
     def resolve(self) -> Tensor:
+        """The tensor, replayed if need be."""
         region = self.region
         if region is not None:
             return region.serve(self)
@@ -114,8 +116,9 @@ class Slot:
         return tensor
 
 
-def modified(tensor: Tensor, then: int, hint: str = "A tensor that backward needs was edited in place after the forward.") -> RuntimeError:
-    what = f"[{tensor.dtype} {list(tensor.shape)}]"
+def modified(tensor: Tensor, then: int) -> RuntimeError:
+    """PyTorch's error for a tensor edited in place, which saved-tensor hooks switch off."""
+    what, hint = f"[{tensor.dtype} {list(tensor.shape)}]", "A tensor that backward needs was edited in place after the forward."
     return RuntimeError(_MODIFIED.format(what=what, now=tensor._version, then=then, hint=hint))
 
 
@@ -123,27 +126,38 @@ class Region:
     """One call of a recomputed region: what a replay needs, and its results while handles are being served."""
 
     __slots__ = (
-        "fn", "owner", "args", "grads", "versions", "rng", "autocast", "expect", "slots", "inside_need", "out_need",
-        "outs", "saved", "out_left", "left", "task", "probe", "__weakref__",
-    )  # fmt: skip
+        "fn",
+        "owner",
+        "autocast",  # (device type, enabled, dtype) of the forward
+        "probe",
+        "args",  # slots and constants; None once it is known that nothing will be replayed
+        "grads",  # requires_grad per argument
+        "expect",  # per saved position: shape and dtype, None for a parameter
+        "versions",  # of the parameters, summed
+        "rng",
+        "inside_need",  # saved positions that handles point to
+        "out_need",  # output -> number of handles
+        "outs",
+        "saved",
+        "out_left",
+        "task",  # the backward that the results belong to
+        "__weakref__",
+    )
 
     def __init__(self, fn: RegionFn, owner: nn.Module, autocast: tuple[str, bool, torch.dtype], probe: ReplayCounter | None) -> None:
         self.fn, self.owner, self.autocast, self.probe = fn, owner, autocast, probe
-        self.args: list[Any] | None = []
+        self.args: list[Any] | None = None
         self.grads: list[bool] = []
-        self.expect: list[tuple[torch.Size, torch.dtype] | None] = []  # per saved position: shape and dtype, None for a parameter
-        self.slots: list[tuple[int, Slot]] | None = []
+        self.expect: list[tuple[torch.Size, torch.dtype] | None] = []
+        self.versions = 0
+        self.rng: RngState | None = None
         self.inside_need: set[int] = set()
         self.out_need: dict[int, int] = {}
-        self.outs: dict[int, Tensor] = {}
-        self.saved: dict[int, Tensor] = {}
-        self.out_left: dict[int, int] = {}
         self.task = -2
-        self.rng: RngState | None = None
-        self.versions = 0
 
     @property
     def needed(self) -> bool:
+        """Whether any handle points here."""
         return bool(self.inside_need or self.out_need)
 
     def count(self, slot: Slot) -> None:
@@ -154,23 +168,22 @@ class Region:
             self.out_need[slot.index] = self.out_need.get(slot.index, 0) + 1
 
     def serve(self, slot: Slot) -> Tensor:
-        results = self.saved if slot.inside else self.outs
-        task = _current_graph_task_id()
-        if self.task != task or slot.index not in results:
-            self.replay()
+        """What a handle stands for. The first handle of a backward replays the region; a tensor goes with its last handle."""
+        task, index = _current_graph_task_id(), slot.index
+        if self.task != task or index not in (self.saved if slot.inside else self.outs):
+            self._replay()
             self.task = task
-            results = self.saved if slot.inside else self.outs
         if slot.inside:
-            return results.pop(slot.index)
-        base = results[slot.index]
-        self.out_left[slot.index] -= 1
-        if self.out_left[slot.index] <= 0:
-            del results[slot.index]
+            return self.saved.pop(index)
+        base = self.outs[index]
+        left = self.out_left[index] = self.out_left[index] - 1
+        if left <= 0:
+            del self.outs[index]
         if base.shape == slot.size and base.stride() == slot.stride and base.storage_offset() == slot.offset:
             return base
         return base.as_strided(slot.size, slot.stride, slot.offset)
 
-    def replay(self) -> None:
+    def _replay(self) -> None:
         """Run the region again from its inputs and keep what handles point to."""
         args = self.args
         if args is None:
@@ -179,31 +192,59 @@ class Region:
         if now != self.versions:
             hint = f"A parameter of region {self.fn.name!r} was edited in place between forward and backward, so it cannot be replayed."
             raise RuntimeError(_MODIFIED.format(what="a parameter", now=now, then=self.versions, hint=hint))
-        inputs = [a.resolve().detach() if type(a) is Slot else a for a in args]
-        for value, requires in zip(inputs, self.grads, strict=True):
-            if requires:
-                value.requires_grad_(True)
-        wanted, got, saved = self.inside_need, [], {}
+        inputs = []
+        for arg, requires in zip(args, self.grads, strict=True):
+            if type(arg) is Slot:
+                value = arg.resolve().detach()
+                inputs.append(value.requires_grad_(True) if requires else value)
+            else:
+                inputs.append(arg)
+        wanted = self.inside_need
+        got: list[tuple[torch.Size, torch.dtype] | None] = []
+        saved: dict[int, Tensor] = {}
 
         def pack(tensor: Tensor) -> None:
-            position = len(got)
             if is_parameter(tensor):
                 got.append(None)
                 return
+            position = len(got)
             got.append((tensor.shape, tensor.dtype))
             if position in wanted:
                 saved[position] = tensor.detach()
 
         if self.probe is not None:
             self.probe.replayed(self.fn.name)
-        with _replay_state(self.autocast, self.rng), saved_tensors_hooks(pack, _never_unpacked):
-            result = self.fn.call(self.owner, *inputs)
+        result = self._run(inputs, saved_tensors_hooks(pack, _never_unpacked))
         if got != self.expect:
             raise _replay_mismatch(self.fn.name, self.expect, got)
         outs = result if isinstance(result, tuple) else (result,)
         self.outs = {index: outs[index].detach() for index in self.out_need}
         self.out_left = dict(self.out_need)
         self.saved = saved
+
+    def _run(self, inputs: list[Any], hooks: saved_tensors_hooks) -> Any:
+        """Call the region in the state of the forward: grad on, autocast as it was, its random state, no tape. All put back afterwards."""
+        device_type, enabled, dtype = self.autocast
+        state, rng = thread_state, self.rng
+        tape, depth = getattr(state, "tape", None), getattr(state, "replays", 0)
+        before = RngState(rng.device) if rng is not None else None
+        grad = torch.is_grad_enabled()
+        try:
+            state.tape, state.replays = None, depth + 1
+            torch.set_grad_enabled(True)
+            if rng is not None:
+                rng.restore()
+            if not enabled and not torch.is_autocast_enabled(device_type):
+                with hooks:
+                    return self.fn.call(self.owner, *inputs)
+            # No cache: a cast made here must not outlive the replay, nor be one that another step filled.
+            with torch.autocast(device_type, enabled=enabled, dtype=dtype, cache_enabled=False), hooks:
+                return self.fn.call(self.owner, *inputs)
+        finally:
+            torch.set_grad_enabled(grad)
+            if before is not None:
+                before.restore()
+            state.tape, state.replays = tape, depth
 
 
 def _never_unpacked(packed: None) -> Tensor:
@@ -238,32 +279,13 @@ class RngState:
             torch.cuda.set_rng_state(self.cuda, self.device)
 
 
-@contextmanager
-def _replay_state(autocast: tuple[str, bool, torch.dtype], rng: RngState | None) -> Iterator[None]:
-    """The state of the forward: grad on, autocast as it was, the region's random state; no tape. All put back afterwards."""
-    device_type, enabled, dtype = autocast
-    tape, thread_state.tape = getattr(thread_state, "tape", None), None
-    thread_state.replays = getattr(thread_state, "replays", 0) + 1
-    before = RngState(rng.device) if rng is not None else None
-    try:
-        with ExitStack() as stack:
-            stack.enter_context(torch.enable_grad())
-            if enabled or torch.is_autocast_enabled(device_type):
-                # No cache: a cast made here must not outlive the replay, nor be one that another step filled.
-                stack.enter_context(torch.autocast(device_type, enabled=enabled, dtype=dtype, cache_enabled=False))
-            if rng is not None:
-                rng.restore()
-            yield
-    finally:
-        if before is not None:
-            before.restore()
-        thread_state.replays -= 1
-        thread_state.tape = tape
-
-
 def is_parameter(tensor: Tensor) -> bool:
     """A parameter or a view of one (`weight.t()`, `conv1d.weight.squeeze(1)`)."""
-    if type(tensor) is nn.Parameter or isinstance(tensor, nn.Parameter):
+    kind = type(tensor)  # exact types first: isinstance against Parameter runs a Python-level metaclass
+    if kind is nn.Parameter or (kind is not Tensor and isinstance(tensor, nn.Parameter)):
         return True
     base = tensor._base
-    return base is not None and isinstance(base, nn.Parameter)
+    if base is None:
+        return False
+    kind = type(base)
+    return kind is nn.Parameter or (kind is not Tensor and isinstance(base, nn.Parameter))

@@ -129,12 +129,12 @@ class PartTakeover(Takeover):
 class BlockTakeover(Takeover):
     """A block: opens the tape around the adapter's forward."""
 
-    def __init__(self, module: nn.Module, adapter: Adapter, name: str, modes: Mapping[str, Mode], carry: bool, session: Session) -> None:
+    def __init__(self, module: nn.Module, adapter: Adapter, name: str, modes: Mapping[str, Mode], chunk: tuple[bool, bool], session: Session) -> None:
         super().__init__(module, adapter.block_forward)
         self.name, self.session = name, session
         self._adapter = adapter
         self._modes = {region: mode for region, mode in modes.items() if mode is not Mode.KEEP}
-        self._carry = carry
+        self._continues, self._carry = chunk  # whether the block before hands its output on, whether this one does
 
     def __reduce__(self) -> Any:
         build, (cls, module, state) = super().__reduce__()
@@ -151,7 +151,7 @@ class BlockTakeover(Takeover):
         if not self._may_run(module):
             return self.untouched(module, *args, **kwargs)
         x: Tensor = args[0] if args else kwargs["hidden_states"]
-        handed_on: Carry | None = x.__dict__.pop(_CARRY, None) if x.__dict__ else None
+        handed_on: Carry | None = x.__dict__.pop(_CARRY, None) if self._continues else None
         if probe is not None and self._adapter is not None:
             session.kernels.update(self._adapter.kernels(module, x.device))
         with Tape(self._modes, x.device, probe, handed_on) as tape:

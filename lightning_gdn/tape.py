@@ -78,100 +78,121 @@ class Carry:
 class Tape:
     """One call of one block. `with Tape(...) as tape: ... tape.run(region, owner, *args)`.
 
+    Hooks are open only where a saved tensor can matter: around a region that is recomputed, and around one that is kept but gets a
+    recomputed output as an argument (a region sees tensors only as arguments, so no other region can save one).
+
     Args:
         modes: mode of every region that is not in `keep`.
         device: the block's device (autocast and random state are taken from it).
-        probe: the ledger's probe in an instrumented step.
+        probe: the ledger's probe in an instrumented step; then hooks are open around the whole block.
         carry: the block's input, if the block before handed it on.
     """
 
     def __init__(self, modes: Mapping[str, Mode], device: torch.device, probe: Probe | None = None, carry: Carry | None = None) -> None:
-        self._modes = modes
-        self._device = device
-        self._autocast = (device.type, torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type))
-        self._probe = probe
-        self._registry: dict[int, _Output] = {}
-        if carry is not None:
-            self._registry[carry.key] = carry.output
+        self._modes, self._device, self._probe = modes, device, probe
+        self._autocast: tuple[str, bool, torch.dtype] | None = None
+        self._registry: dict[int, _Output] = {} if carry is None else {carry.key: carry.output}
         self._regions: list[Region] = []
-        self._current: Region | None = None
-        self._name = ""
+        self._slots: list[Slot | None] | None = None  # saved positions of the region that is being recomputed; None outside one
         self._hold: Region | None = None
+        self._name = ""
+        self._hooks: saved_tensors_hooks | None = None
 
     def __enter__(self) -> Tape:
-        self._hooks: saved_tensors_hooks | None = saved_tensors_hooks(self._pack, _unpack)
-        self._hooks.__enter__()
+        if self._probe is not None:
+            self._hooks = saved_tensors_hooks(self._pack_kept, _unpack)
+            self._hooks.__enter__()
         self._outer, thread_state.tape = active_tape(), self
         return self
 
     def __exit__(self, *exc: object) -> None:
         thread_state.tape = self._outer
         hooks, self._hooks = self._hooks, None  # tape -> hooks -> bound pack -> tape would be a cycle
-        assert hooks is not None
-        hooks.__exit__(*exc)
+        if hooks is not None:
+            hooks.__exit__(*exc)
+        failed = exc[0] is not None
         for region in reversed(self._regions):
-            region.slots = None  # region -> slot -> region would be one too
-            if exc[0] is None and (region.needed or region is self._hold):
-                for arg in region.args or ():
-                    if type(arg) is Slot and arg.region is not None:
-                        arg.region.count(arg)
-            else:
+            if failed or not (region.needed or region is self._hold):
                 region.args = None
-        if self._probe is not None and exc[0] is None:
+                continue
+            assert region.args is not None
+            for arg in region.args:
+                if type(arg) is Slot and arg.region is not None:
+                    arg.region.count(arg)
+        if self._probe is not None and not failed:
             self._probe.finish(self._regions)
         self._registry.clear()
         self._regions = []
-        self._current = self._hold = self._outer = self._probe = None
+        self._hold = self._outer = self._probe = None
 
     def run(self, fn: RegionFn, owner: nn.Module, *args: Any) -> Any:
         """Run one region. `args` are tensors, or constants a replay may use again as they are."""
-        if self._current is not None:  # inside a region that is recomputed, inner regions run inline
+        if self._slots is not None:  # inside a region that is recomputed, inner regions run inline
             return fn.call(owner, *args)
         mode = self._modes.get(fn.name, Mode.KEEP)
-        if self._probe is not None:
-            self._probe.called(fn.name)
-            self._name = fn.name
-        if mode is Mode.KEEP:
-            result = fn.call(owner, *args)
-            self._name = ""
-            return result
-        region = Region(fn, owner, self._autocast, self._probe)
+        if self._probe is None:
+            return self._keep(fn, owner, args) if mode is Mode.KEEP else self._recompute(fn, owner, args, mode)
+        self._probe.called(fn.name)
+        outer, self._name = self._name, fn.name
+        try:
+            return self._keep(fn, owner, args) if mode is Mode.KEEP else self._recompute(fn, owner, args, mode)
+        finally:
+            self._name = outer
+
+    def carry(self, output: Tensor) -> Carry | None:
+        """For the block's output, if a recomputed region made it: lets the next block of a chunk recompute it."""
+        key = _storage_key(output)
+        entry = self._registry.get(key) if key is not None else None
+        if key is None or entry is None or entry.version != output._version:
+            return None
+        self._hold = entry.region
+        return Carry(key, entry)
+
+    def _keep(self, fn: RegionFn, owner: nn.Module, args: tuple[Any, ...]) -> Any:
+        registry = self._registry
+        if registry:
+            for arg in args:
+                if isinstance(arg, Tensor) and _storage_key(arg) in registry:
+                    with saved_tensors_hooks(self._pack_kept, _unpack):
+                        return fn.call(owner, *args)
+        return fn.call(owner, *args)
+
+    def _recompute(self, fn: RegionFn, owner: nn.Module, args: tuple[Any, ...], mode: Mode) -> Any:
+        autocast = self._autocast
+        if autocast is None:
+            kind = self._device.type
+            autocast = self._autocast = (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+        region = Region(fn, owner, autocast, self._probe)
         self._regions.append(region)
         inputs = self._take_inputs(region, args)
         region.versions = fn.versions(owner)
         if fn.can_draw(owner):
             region.rng = RngState(self._device)
-        self._current = region
+        slots = self._slots = []
         try:
-            result = fn.call(owner, *args)
+            with saved_tensors_hooks(self._pack_inside, _unpack):
+                result = fn.call(owner, *args)
         finally:
-            self._current = None
-            self._name = ""
-        self._sweep(region, mode, inputs, result if isinstance(result, tuple) else (result,))
+            self._slots = None
+        self._sweep(region, mode, slots, inputs, result if isinstance(result, tuple) else (result,))
         return result
-
-    def carry(self, output: Tensor) -> Carry | None:
-        """For the block's output, if a recomputed region made it: lets the next block of a chunk recompute it."""
-        entry = self._registry.get(output.untyped_storage()._cdata)
-        if entry is None or entry.version != output._version:
-            return None
-        self._hold = entry.region
-        return Carry(output.untyped_storage()._cdata, entry)
 
     def _take_inputs(self, region: Region, args: tuple[Any, ...]) -> set[int | None]:
         keys: set[int | None] = set()
-        assert region.args is not None
+        taken: list[Any] = []
+        grads = region.grads
         for arg in args:
-            if isinstance(arg, Tensor) and not isinstance(arg, nn.Parameter):
+            if isinstance(arg, Tensor) and not is_parameter(arg):
                 key = _storage_key(arg)
                 keys.add(key)
                 slot = Slot(arg)
                 self._link(slot, arg, key)
-                region.args.append(slot)
-                region.grads.append(arg.requires_grad)
+                taken.append(slot)
+                grads.append(arg.requires_grad)
             else:
-                region.args.append(arg)
-                region.grads.append(False)
+                taken.append(arg)
+                grads.append(False)
+        region.args = taken
         return keys
 
     def _link(self, slot: Slot, tensor: Tensor, key: int | None) -> bool:
@@ -179,58 +200,75 @@ class Tape:
         entry = self._registry.get(key) if key is not None else None
         if entry is None or entry.dtype != tensor.dtype or entry.version != tensor._version:
             return False
-        slot.become_handle(entry.region, False, entry.index)
+        slot.point_to_output(entry.region, entry.index)
         return True
 
-    def _pack(self, tensor: Tensor) -> object:
-        region = self._current
+    def _pack_kept(self, tensor: Tensor) -> object:
+        """Saved in a region that is kept, or (in an instrumented step) between regions."""
         if is_parameter(tensor):
-            if region is not None:
-                region.expect.append(None)
-            return (tensor if tensor.grad_fn is None else tensor.detach(), tensor._version)
-        if region is None and not self._registry:
-            packed: object = (tensor.detach(), tensor._version)
-        else:
-            slot = Slot(tensor)
+            return _with_version(tensor)
+        packed: object
+        slot = Slot(tensor)
+        if self._registry and self._link(slot, tensor, _storage_key(tensor)):
+            assert slot.region is not None
+            slot.region.count(slot)
             packed = slot
-            if self._link(slot, tensor, _storage_key(tensor)):
-                assert slot.region is not None
-                slot.region.count(slot)
-            elif region is None:
-                packed = (slot.tensor, slot.version)
-            if region is not None:
-                assert region.slots is not None
-                region.slots.append((len(region.expect), slot))
-                region.expect.append((tensor.shape, tensor.dtype))
+        else:
+            packed = (slot.tensor, slot.version)
         if self._probe is not None:
             self._probe.saved(self._name, tensor, packed)
         return packed
 
-    def _sweep(self, region: Region, mode: Mode, inputs: set[int | None], outs: tuple[Any, ...]) -> None:
+    def _pack_inside(self, tensor: Tensor) -> object:
+        """Saved in a region that is recomputed; what becomes of it is decided in `_sweep`."""
+        slots = self._slots
+        assert slots is not None
+        if is_parameter(tensor):
+            slots.append(None)
+            return _with_version(tensor)
+        slot = Slot(tensor)
+        slots.append(slot)
+        if self._probe is not None:
+            self._probe.saved(self._name, tensor, slot)
+        return slot
+
+    def _sweep(self, region: Region, mode: Mode, slots: list[Slot | None], inputs: set[int | None], outs: tuple[Any, ...]) -> None:
+        """Turn what the region saved into handles, and register its outputs. `slots` must die here: slot -> region -> slot is a cycle."""
         registered: dict[int, _Output] = {}
         for index, out in enumerate(outs):
             if isinstance(out, Tensor):
                 key = _storage_key(out)
-                if key is not None and key not in inputs:
-                    registered.setdefault(key, _Output(region, index, out))
-        assert region.slots is not None
-        for position, slot in region.slots:
+                if key is not None and key not in inputs and key not in registered:
+                    registered[key] = _Output(region, index, out)
+        expect = region.expect
+        for position, slot in enumerate(slots):
+            if slot is None:
+                expect.append(None)
+                continue
             tensor = slot.tensor
-            if tensor is None:
-                continue
+            assert tensor is not None
+            expect.append((tensor.shape, tensor.dtype))
             key = _storage_key(tensor)
-            if key is None or key in inputs:
+            if key is None:
                 continue
-            entry = registered.get(key)
-            if entry is None:
+            if self._link(slot, tensor, key):
+                assert slot.region is not None
+                slot.region.count(slot)
+            elif key in inputs:
+                continue
+            elif (entry := registered.get(key)) is None:
                 if tensor.untyped_storage().nbytes() >= MIN_INTERNAL_BYTES:
-                    slot.become_handle(region, True, position)
-                    region.count(slot)
+                    slot.point_inside(region, position)
+                    region.inside_need.add(position)
             elif mode is Mode.RECOMPUTE and entry.dtype == tensor.dtype and entry.version == tensor._version:
-                slot.become_handle(region, False, entry.index)
+                slot.point_to_output(region, entry.index)
                 region.count(slot)
         if mode is Mode.RECOMPUTE:
             self._registry.update(registered)
+
+
+def _with_version(parameter: Tensor) -> tuple[Tensor, int]:
+    return (parameter if parameter.grad_fn is None else parameter.detach(), parameter._version)
 
 
 def _unpack(packed: object) -> Tensor:
