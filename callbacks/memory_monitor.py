@@ -306,10 +306,16 @@ class MemoryMonitor(Callback):
             self._report(trainer, failure)
         except OSError as error:
             rank_zero_warn(f"MemoryMonitor: the record of the failed run could not be written to {self.dir}: {error}")
+        self._print(trainer)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":
             self._report(trainer)  # a fit that had nothing to do never reaches on_train_end
+            self._print(trainer)  # not earlier: at the end of training the progress bar still holds the terminal's line
+
+    def _print(self, trainer: Trainer) -> None:
+        if self.table and trainer.is_global_zero:
+            print_table(self.summary)
 
     def _report(self, trainer: Trainer, failure: Mapping[str, Any] | None = None) -> None:
         if self._reported:
@@ -321,12 +327,12 @@ class MemoryMonitor(Callback):
         session, self._session = self._session, None
         flops, source = self._flops
         self.summary = build_summary(session, RunFacts(trainer), flops_per_token=flops, flops_source=source, failure=failure)
-        if self.dir is not None:
-            write_json(self.summary, self.dir)
-        if self.table and trainer.is_global_zero:
-            print_table(self.summary)
-        if session is not None:
-            _log_row(trainer, session.total.figures(ledger_of(trainer)))
+        try:
+            if self.dir is not None:
+                write_json(self.summary, self.dir)
+        finally:
+            if session is not None:
+                _log_row(trainer, session.total.figures(ledger_of(trainer)))
 
     # Helpers
 

@@ -12,13 +12,16 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, TQDMProgressBar
 from lightning.pytorch.strategies import SingleDeviceStrategy
+from torch.utils.data import DataLoader
 from torchmetrics.aggregation import MaxMetric
 
 from lightning_gdn.callbacks import MemoryMonitor, memory_monitor
 from lightning_gdn.callbacks._series import LOGGED
+from lightning_gdn.strategies import GDNRecomputeStrategy
+from tests.models import TINY_VOCAB, tiny_qwen3_5
 
 from .memory_monitor_fakes import FakeDevice, Rows, Tiny
 
@@ -767,6 +770,48 @@ def test_optimizer_hooks_are_removed_after_the_fit() -> None:
     trainer = trainer_for(monitor, max_steps=5)
     trainer.fit(Tiny())
     assert [len(optimizer._optimizer_step_post_hooks) for optimizer in trainer.optimizers] == [0]
+
+
+# With the real strategy
+
+
+class TinyHybrid(LightningModule):
+    """The small hybrid model under Lightning."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = tiny_qwen3_5()
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return self.model(input_ids=batch, labels=batch).loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(torch.randint(0, TINY_VOCAB, (12, 16)), batch_size=2)
+
+
+def test_under_the_strategy_plan_kernels_and_ledger_are_in_the_record(tmp_path: Path) -> None:
+    retained = []
+    for labels in (["gdn_conv"], ["gdn_conv", "gdn_norm_out", "layernorm"]):
+        torch.manual_seed(0)
+        monitor = quiet(warmup_steps=1, dir=tmp_path)
+        strategy = GDNRecomputeStrategy(labels)
+        trainer_for(monitor, max_steps=4, strategy=strategy).fit(TinyHybrid())
+        summary = json.loads((tmp_path / "memory_rank0.json").read_text())
+        assert summary["status"] == "ok"
+        assert summary["plan"] == str(strategy.last_applied.plan)
+        assert summary["kernels"] == strategy.last_applied.kernels
+        assert summary["kernels"]
+        assert summary["retained_source"] == "ledger"
+        assert summary["retained_mib"] == strategy.last_applied.ledger.retained_bytes / MIB > 0
+        assert summary["ledger"]["discarded_bytes"] > 0
+        assert summary["step_tokens"] == [32] * 4
+        assert summary["model_tflops"] > 0
+        retained.append((summary["retained_mib"], summary["losses"]))
+    assert retained[0][0] > retained[1][0]
+    assert retained[0][1] == retained[1][1]
 
 
 # Arguments and documentation
