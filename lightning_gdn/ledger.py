@@ -165,9 +165,11 @@ class BlockProbe:
         held: dict[int, tuple[str, int]] = {}
         for region in regions:
             for arg in region.args or ():
-                if type(arg) is Slot and arg.tensor is not None:
-                    storage = arg.tensor.untyped_storage()
-                    held.setdefault(storage._cdata, (region.fn.name, storage.nbytes()))
+                tensors = [arg.tensor] if type(arg) is Slot else arg.values() if isinstance(arg, dict) else ()
+                for tensor in tensors:  # an attention function's options can hold position ids, packing offsets and the like
+                    if isinstance(tensor, Tensor):
+                        storage = tensor.untyped_storage()
+                        held.setdefault(storage._cdata, (region.fn.name, storage.nbytes()))
         for key, entry in self._storages.items():
             handles = [p.region for p in entry.packed if type(p) is Slot and p.region is not None]
             row = self._ledger.row(self._block, entry.region)
@@ -202,7 +204,8 @@ def _is_weight_cast(tensor: Tensor, weights: set[tuple[tuple[int, ...], Any]]) -
     node, copied = tensor.grad_fn, False
     if node is None:  # a frozen weight's cast has no graph; then only its shape tells
         shapes = {tuple(tensor.shape), tuple(tensor.shape[::-1])}
-        return any(shape in shapes and dtype != tensor.dtype for shape, dtype in weights) and tensor.dim() >= 2
+        same = any(shape in shapes and dtype != tensor.dtype for shape, dtype in weights)
+        return same and tensor.dim() >= 2 and tensor.is_floating_point()  # a square boolean mask can have a weight's shape
     for _ in range(5):
         name = node.name()
         if name.startswith("ToCopyBackward"):
