@@ -77,8 +77,9 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from ._counters import counters_for
 from ._report import RunFacts, build_summary, inferred_flops, is_oom, ledger_of, print_table, tokens_in, write_json
-from ._series import MIB, metric_row
+from ._series import MIB
 from ._session import Session
+from ._trainer import gradient_bytes, log_row, loss_of, saves, should_log
 from ._window import OPTIMIZER, StepWindow
 
 __all__ = ["MemoryMonitor"]
@@ -176,7 +177,7 @@ class MemoryMonitor(Callback):
             first_step=trainer.global_step,
         )
         session.gap_flags |= flags
-        self._saved = _saves(trainer)
+        self._saved = saves(trainer)
         if self.flops_per_token is None:
             self._flops = inferred_flops(pl_module)
         self._release.append(session.counters.watch_resets(self._before_foreign_reset))
@@ -197,9 +198,9 @@ class MemoryMonitor(Callback):
         if session.window is not None and session.window.micro_open:
             session.abandon_step()  # the module's own on_train_batch_start ended the epoch by returning -1
         wait_ms = None if self._gap_began is None else (now - self._gap_began) * 1e3
-        saves = _saves(trainer)
-        if saves != self._saved:
-            self._saved = saves
+        saved = saves(trainer)
+        if saved != self._saved:
+            self._saved = saved
             session.flag("checkpoint")
         first = session.window is None
         window = session.begin_step()
@@ -211,7 +212,7 @@ class MemoryMonitor(Callback):
             tokens = tokens_in(batch)
         else:
             tokens = self.tokens_per_step if first else 0
-        self._held = None if pl_module.automatic_optimization else partial(_gradient_bytes, pl_module)
+        self._held = None if pl_module.automatic_optimization else partial(gradient_bytes, pl_module)
         window.open_micro(wait_ms, tokens, self._held)
 
     def on_before_zero_grad(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
@@ -249,7 +250,7 @@ class MemoryMonitor(Callback):
         session, window = self._session, self._open_window()
         if session is None or window is None:
             return
-        window.close_micro(_loss_of(outputs))
+        window.close_micro(loss_of(outputs))
         if trainer.global_step != self._step_before:
             automatic = pl_module.automatic_optimization
             if automatic and window.micro_batches != self._accumulate:
@@ -257,8 +258,8 @@ class MemoryMonitor(Callback):
             record = session.end_step(trainer.global_step, loss_is_mean_share=automatic)
             if record is not None:
                 self._show(trainer, pl_module, record.step_ms)
-                if _should_log(trainer):
-                    _log_row(trainer, session.take_interval().figures(ledger_of(trainer)))
+                if should_log(trainer):
+                    log_row(trainer, session.take_interval().figures(ledger_of(trainer)))
         self._gap_began = perf_counter()
 
     # What is not training
@@ -332,7 +333,7 @@ class MemoryMonitor(Callback):
                 write_json(self.summary, self.dir)
         finally:
             if session is not None:
-                _log_row(trainer, session.total.figures(ledger_of(trainer)))
+                log_row(trainer, session.total.figures(ledger_of(trainer)))
 
     # Helpers
 
@@ -363,37 +364,3 @@ def _check_int(name: str, value: Any, *, least: int, optional: bool) -> None:
         raise TypeError(f"MemoryMonitor: {name} must be {expected}, got {value!r} of type {type(value).__name__}")
     if value < least:
         raise ValueError(f"MemoryMonitor: {name} must be {expected}, got {value}")
-
-
-def _loss_of(outputs: Any) -> torch.Tensor | None:
-    loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
-    return loss.detach() if isinstance(loss, torch.Tensor) and loss.numel() == 1 else None
-
-
-def _gradient_bytes(pl_module: LightningModule) -> int:
-    return sum(p.grad.untyped_storage().nbytes() for p in pl_module.parameters() if p.grad is not None)
-
-
-def _saves(trainer: Trainer) -> list[int]:
-    """Step of the last save per checkpoint callback. A save of weights alone calls no hook of other callbacks."""
-    return [getattr(callback, "_last_global_step_saved", 0) for callback in trainer.checkpoint_callbacks]
-
-
-def _should_log(trainer: Trainer) -> bool:
-    """The Trainer's own rule for logging a step, asked after an optimizer step."""
-    every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # public, but set from outside the class
-    if not trainer.loggers or not every:
-        return False
-    return (_batches_that_stepped(trainer) + 1) % every == 0 or trainer.should_stop
-
-
-def _log_row(trainer: Trainer, figures: Mapping[str, float | None]) -> None:
-    row = metric_row([figures])
-    if row:
-        for logger in trainer.loggers:
-            logger.log_metrics(row, step=_batches_that_stepped(trainer))
-
-
-def _batches_that_stepped(trainer: Trainer) -> int:
-    # The step axis of all of Lightning's own logging; there is no public name for it.
-    return int(trainer.fit_loop.epoch_loop._batches_that_stepped)

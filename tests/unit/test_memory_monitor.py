@@ -249,6 +249,15 @@ def test_h20_times_are_per_step_and_never_summed_again() -> None:
     assert monitor.summary["step_ms"]["mean"] == pytest.approx(sum(times) / len(times))
 
 
+def test_h20_validation_in_the_middle_of_an_accumulated_step_spoils_that_step() -> None:
+    monitor = quiet(warmup_steps=1)
+    # Validation after micro-batches 8 and 16; steps are 3 micro-batches: the 3rd and 6th are cut by it.
+    trainer = trainer_for(monitor, max_steps=7, accumulate_grad_batches=3, val_check_interval=8, limit_val_batches=1, num_sanity_val_steps=0)
+    trainer.fit(Tiny())
+    assert monitor.summary["excluded_steps"] == {"warmup": 1, "autotune": 0, "validation": 2, "checkpoint": 0, "boundary": 0}
+    assert monitor.summary["steps"] == 4
+
+
 def test_h20_a_save_of_weights_alone_is_noticed(tmp_path: Path) -> None:
     monitor = quiet(warmup_steps=1)
     saver = ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=4, save_weights_only=True, save_top_k=-1)
