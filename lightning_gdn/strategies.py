@@ -18,7 +18,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.nn.parallel import DistributedDataParallel
 
-from .apply import KERNELS, AppliedPlan, apply_plan
+from .apply import KERNELS, AppliedPlan, apply_plan, inspect_model
 from .kernels import runtime_problem
 from .labels import Selection, UnavailableLabelError, advice, select
 from .takeover import ON_FOREIGN_HOOKS
@@ -40,7 +40,8 @@ class _PlanMixin:
 
     def setup(self, trainer: Trainer) -> None:
         """Take the model over after `configure_model` and before the base strategy moves or wraps it; only for `fit`."""
-        if trainer.state.fn == TrainerFn.FITTING and self.applied is None:
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._undo()  # Lightning never reaches `teardown` when an `on_exception` hook raises; that plan is another model's, perhaps
             self._apply(trainer.lightning_module)
         super().setup(trainer)  # type: ignore[misc]
 
@@ -48,6 +49,8 @@ class _PlanMixin:
         applied = apply_plan(module, self.selection, kernels=self.kernels, on_foreign_hooks=self.on_foreign_hooks)
         self.applied = self.last_applied = applied
         rank_zero_info(applied.describe())
+        if applied.installed:
+            rank_zero_info(_kernels_line(module, self.root_device))  # type: ignore[attr-defined]
         for line in advice(self.selection):
             rank_zero_info(line)
         problem = runtime_problem(self.root_device)  # type: ignore[attr-defined]
@@ -59,9 +62,12 @@ class _PlanMixin:
         try:
             super().teardown()  # type: ignore[misc]
         finally:
-            if self.applied is not None:
-                self.applied.undo()
-                self.applied = None
+            self._undo()
+
+    def _undo(self) -> None:
+        if self.applied is not None:
+            self.applied.undo()
+            self.applied = None
 
 
 class GDNRecomputeStrategy(_PlanMixin, SingleDeviceStrategy):
@@ -133,6 +139,14 @@ class GDNRecomputeStrategy(_PlanMixin, SingleDeviceStrategy):
             raise RuntimeError(_several_devices(len(self._offered), self.num_nodes))
         if self._offered:
             self._root_device = self._offered[0]
+
+
+def _kernels_line(module: LightningModule, device: torch.device) -> str:
+    """What will run on this device; `applied.kernels` says after the first forward what did."""
+    kernels: dict[str, str] = {}
+    for block in inspect_model(module).blocks:
+        kernels.update(block.adapter.kernels(block.module, device))
+    return f"kernels on {device}: " + ", ".join(f"{region} {name}" for region, name in kernels.items())
 
 
 def _several_devices(devices: int, nodes: int) -> str:
