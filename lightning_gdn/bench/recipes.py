@@ -134,7 +134,8 @@ def _parse(path: Path) -> DictConfig:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        tab = " (YAML indents with spaces, not tabs)" if "\\t" in str(error.problem) or "tab" in str(error.problem) else ""
+        at = text.splitlines()[mark.line : mark.line + 1] if mark else []
+        tab = " (a tab: YAML indents with spaces, not tabs)" if at and at[0][mark.column : mark.column + 1] == "\t" else ""
         raise UserError(f"{path}{where}: {error.problem or error.context}{tab}") from None
     except yaml.YAMLError as error:
         raise UserError(f"{path}: {_one_line(error)}") from None
@@ -194,6 +195,8 @@ def _explain(key: str, section: str | None, value: object) -> str:
     place = f"key {key!r} in section {section!r}" if section else f"key {key!r} at the top"
     if homes:
         return f"unknown {place}: {key!r} belongs in section {' or '.join(repr(h) for h in homes)}, write {' or '.join(f'{h}.{key}' for h in homes)}"
+    if key.lower().replace("-", "_") in ALIASES:
+        return f"unknown {place}: did you mean {ALIASES[key.lower().replace('-', '_')]}? Sections: {', '.join(SECTIONS)}"
     if section and key in TOP:
         return f"unknown {place}: {key!r} stands at the top, write {key}=..."
     if section:
@@ -209,8 +212,7 @@ def _explain(key: str, section: str | None, value: object) -> str:
             return f"unknown {place}: did you mean {close}? Keys at the top: {', '.join([*SECTIONS, *TOP])}"
     dotted = {k: s for s, keys in SECTIONS.items() for k in keys}
     anywhere = nearest(key, dotted, cutoff=0.6)
-    meant = ALIASES.get(key.lower().replace("-", "_")) or (f"{dotted[anywhere]}.{anywhere}" if anywhere else None)
-    hint = f": did you mean {meant}?" if meant else "."
+    hint = f": did you mean {dotted[anywhere]}.{anywhere}?" if anywhere else "."
     listed = f"Keys of {section}: {', '.join(SECTIONS[section])}" if section else f"Keys at the top: {', '.join([*SECTIONS, *TOP])}"
     return f"unknown {place}{hint} {listed}"
 

@@ -6,6 +6,7 @@ job type `compare` with the table. Runs are written after the arms ended, from t
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -64,7 +65,9 @@ def publish(
     if init is None or table is None:
         import wandb
 
-        init, table = init or wandb.init, table or wandb.Table
+        # one run per arm and round: its usual farewell would bury the comparison's own table
+        init = init or functools.partial(wandb.init, settings=wandb.Settings(silent=True, console="off"))
+        table = table or wandb.Table
     common = {
         "project": config.project,
         "entity": config.entity,

@@ -1,0 +1,241 @@
+"""Recipes: every way to write one wrong gives one clear error that names key, section and remedy (case H24)."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from lightning_gdn.bench.errors import UserError
+from lightning_gdn.bench.recipes import SECTIONS, TOP, load, shipped, to_yaml, write_yaml
+from lightning_gdn.bench.schema import CHOICES, POSITIVE, Recipe
+from tests.unit.bench_support import tiny_recipe
+
+
+def complain(*overrides: str, recipe: str = "demo_cpu") -> str:
+    """The message for a recipe with overrides that cannot work."""
+    with pytest.raises(UserError) as caught:
+        load(recipe, overrides)
+    message = str(caught.value)
+    assert "\n" not in message, "one line"
+    return message
+
+
+def write(folder: Path, text: str) -> str:
+    path = folder / "mine.yaml"
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+def test_h24_misspelt_section_names_the_right_key() -> None:
+    message = complain("modle.path=x")
+    assert "'modle'" in message
+    assert "model.path" in message
+
+
+@pytest.mark.parametrize(
+    ("override", "parts"),
+    [
+        ("trainer.preciscion=x", ("'preciscion'", "section 'trainer'", "trainer.precision")),
+        ("data.seq-len=3", ("'seq-len'", "section 'data'", "data.seq_len")),
+        ("lr=1", ("'lr'", "at the top", "trainer.lr")),
+        ("model.lr=1", ("'lr'", "section 'model'", "belongs in section 'trainer'", "trainer.lr")),
+        ("modle.lr=1", ("'modle'", "trainer.lr")),
+        ("trainer.logger=csv", ("'logger'", "stands at the top")),
+        ("seed=1", ("data.seed", "trainer.seed")),
+        ("loger=csv", ("'loger'", "logger")),
+        ("plan.recompute_module=x", ("'recompute_module'", "section 'plan'", "plan.arm")),
+        ("recompute=x", ("plan.arm",)),
+        ("zzz=1", ("'zzz'", "Keys at the top: model")),
+        ("plan.zzz=1", ("'zzz'", "Keys of plan: arm, kernels")),
+    ],
+)
+def test_h24_unknown_keys(override: str, parts: tuple[str, ...]) -> None:
+    message = complain(override)
+    for part in parts:
+        assert part in message, message
+
+
+def test_h24_an_unknown_key_in_the_file_is_found_like_one_in_an_override(tmp_path: Path) -> None:
+    message = complain(recipe=write(tmp_path, "trainer:\n  max_step: 3\nmodel:\n  max_steps: 3\n"))
+    assert "trainer.max_steps" in message
+    assert "'max_steps' belongs in section 'trainer'" in message
+    assert "mine.yaml" in message
+
+
+@pytest.mark.parametrize(
+    ("override", "parts"),
+    [
+        ("trainer.max_steps=abc", ("trainer.max_steps", "whole number", "'abc'")),
+        ("trainer.max_steps=2.5", ("trainer.max_steps", "whole number", "2.5")),
+        ("trainer.max_steps='20'", ("trainer.max_steps", "'20'", "without quotes")),
+        ("trainer.max_steps=true", ("trainer.max_steps", "True")),
+        ("trainer.lr='2e-5'", ("trainer.lr", "a number", "without quotes")),
+        ("trainer.lr=.nan", ("trainer.lr", "nan")),
+        ("trainer.lr.x=3", ("trainer.lr", "{'x': 3}")),
+        ("plan.arm=no", ("plan.arm", "False", "quotes")),
+        ("model.tie_word_embeddings=maybe", ("model.tie_word_embeddings", "true or false", "'maybe'")),
+        ("compare.arms=full", ("compare.arms", "a list", "'full'")),
+        ("compare.arms=[1]", ("compare.arms", "text", "1")),
+        ("trainer.num_threads=x", ("trainer.num_threads", "or null")),
+        ("trainer=3", ("trainer is a section", "'3'")),
+    ],
+)
+def test_h24_wrong_types(override: str, parts: tuple[str, ...]) -> None:
+    message = complain(override)
+    for part in parts:
+        assert part in message, message
+
+
+@pytest.mark.parametrize(
+    ("override", "parts"),
+    [
+        ("trainer.precision=16-mixed", ("trainer.precision", "bf16-mixed", "'16-mixed'")),
+        ("logger=wandbb", ("logger", "did you mean 'wandb'")),
+        ("plan.kernels=fused", ("plan.kernels", "stock", "'fused'")),
+        ("data.seq_len=1", ("data.seq_len", "at least 2", "1")),
+        ("trainer.max_steps=0", ("trainer.max_steps", "at least 1")),
+        ("trainer.max_steps=2", ("monitor.warmup_steps", "trainer.max_steps=2")),
+        ("trainer.devices=2", ("trainer.devices", "one device", "2")),
+        ("model.num_key_value_heads=3", ("model.num_key_value_heads", "divisor")),
+        ("model.linear_num_value_heads=6", ("model.linear_num_value_heads", "multiple")),
+        ("plan.arm=gdn_cnv", ("plan.arm", "'gdn_cnv'", "'gdn_conv'")),
+        ("plan.arm=offload:gdn_core_attn@0.5", ("plan.arm", "offload engine")),
+        ("compare.arms=[none,fulll]", ("compare.arms", "'fulll'")),
+        ("compare.arms=[]", ("compare.arms", "empty")),
+        ("out_dir=", ("out_dir",)),
+    ],
+)
+def test_values_out_of_range_or_list(override: str, parts: tuple[str, ...]) -> None:
+    message = complain(override)
+    for part in parts:
+        assert part in message, message
+
+
+def test_contradicting_types_of_weights() -> None:
+    assert "model.dtype" in complain("model.dtype=float32", "trainer.precision=bf16-true")
+
+
+@pytest.mark.parametrize("spelling", ["2e-5", "2.0e-5", "0.00002"])
+def test_h24_scientific_notation_is_a_number(spelling: str, tmp_path: Path) -> None:
+    assert load("demo_cpu", [f"trainer.lr={spelling}"]).recipe.trainer.lr == 2e-5
+    assert load(write(tmp_path, f"trainer:\n  lr: {spelling}\n")).recipe.trainer.lr == 2e-5
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("trainer:\n\tlr: 1\n", ("line 2, column 1", "spaces, not tabs")),
+        ("trainer: {lr: 1\nmodel: 2", ("line 2",)),
+        ("trainer:\n  lr: 1\n  lr: 2\n", ("line 3", "duplicate key")),
+        ("model: !!python/object:os.system x\n", ("line 1, column 8",)),
+        ("", ("empty", "model")),
+        ("# only a comment\n", ("empty",)),
+        ("- a\n- b\n", ("got a list",)),
+        ("5\n", ("single value",)),
+        ("trainer: [1]\n", ("trainer is a section",)),
+        ("data: {path: '${nope.x}'}\n", ("data.path", "nope")),
+    ],
+)
+def test_h24_files_that_are_no_recipe(text: str, parts: tuple[str, ...], tmp_path: Path) -> None:
+    message = complain(recipe=write(tmp_path, text))
+    for part in ("mine.yaml", *parts):
+        assert part in message, message
+
+
+def test_binary_file(tmp_path: Path) -> None:
+    (tmp_path / "x.yaml").write_bytes(b"\xff\xfe\x00")
+    assert "UTF-8" in complain(recipe=str(tmp_path / "x.yaml"))
+
+
+def test_an_empty_section_has_its_defaults(tmp_path: Path) -> None:
+    loaded = load(write(tmp_path, "data:\ntrainer:\n  max_steps: 7\n"))
+    assert loaded.recipe.data == Recipe().data
+    assert loaded.recipe.trainer.max_steps == 7
+
+
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        ("dmo_cpu", ("did you mean demo_cpu",)),
+        ("nowhere/demo_cpu.yaml", ("no file nowhere/demo_cpu.yaml", "write demo_cpu")),
+        ("zzz.yaml", ("no file zzz.yaml", "demo_cpu, qwen3_5_0_8b")),
+        (".", ("is a folder",)),
+    ],
+)
+def test_no_such_recipe(name: str, parts: tuple[str, ...]) -> None:
+    message = complain(recipe=name)
+    for part in parts:
+        assert part in message, message
+
+
+@pytest.mark.parametrize("override", ["trainer.lr", "=3", "--lr"])
+def test_an_override_is_key_equals_value(override: str) -> None:
+    assert "key=value" in complain(override)
+
+
+def test_overrides_of_lists_and_broken_values() -> None:
+    assert "as a whole" in complain("compare.arms.0=x")
+    assert "no YAML" in complain("data.path={")
+    assert load("demo_cpu", ["compare.arms=[none,full]"]).recipe.compare.arms == ["none", "full"]
+    assert load("demo_cpu", ["data.path=a=b"]).recipe.data.path == "a=b"
+
+
+def test_interpolation_and_secrets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HIDDEN", "swordfish")
+    text = "data: {path: '${oc.env:HIDDEN}/texts', seq_len: 128, batch_size: '${trainer.max_steps}'}\nout_dir: ${data.path}/runs\ntrainer: {max_steps: 4}\n"
+    loaded = load(write(tmp_path, text))
+    assert loaded.recipe.data.path == "swordfish/texts"
+    assert loaded.recipe.out_dir == "swordfish/texts/runs"
+    assert loaded.recipe.data.batch_size == 4
+    assert loaded.saved["data"]["batch_size"] == 4
+    saved = to_yaml(loaded.saved)
+    assert "swordfish" not in saved
+    assert loaded.saved["out_dir"] == "${oc.env:HIDDEN}/texts/runs"
+    write_yaml(loaded.saved, tmp_path / "saved.yaml", "first\nsecond")
+    again = load(str(tmp_path / "saved.yaml"))
+    assert again.recipe == loaded.recipe
+    assert (tmp_path / "saved.yaml").read_text(encoding="utf-8").startswith("# first\n# second\n")
+
+
+def test_a_missing_environment_variable_is_named(tmp_path: Path) -> None:
+    assert "NO_SUCH_VARIABLE" in complain("data.path=${oc.env:NO_SUCH_VARIABLE}")
+
+
+def test_the_recipe_is_frozen_and_every_rule_names_a_field() -> None:
+    recipe = load("demo_cpu").recipe
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        recipe.trainer.lr = 1.0  # type: ignore[misc]
+    fields = {f"{section}.{key}" for section, keys in SECTIONS.items() for key in keys} | set(TOP)
+    assert set(CHOICES) <= fields
+    assert set(POSITIVE) <= fields
+
+
+def test_every_field_has_its_documentation() -> None:
+    source = Path(__file__).resolve().parents[2] / "lightning_gdn" / "bench" / "schema.py"
+    lines = source.read_text(encoding="utf-8").splitlines()
+    keys = {key for keys in SECTIONS.values() for key in keys} | set(TOP)
+    documented = {line.split(":")[0].strip() for line, below in zip(lines, lines[1:], strict=False) if below.startswith('    """')}
+    assert keys <= documented, keys - documented
+
+
+def test_shipped_recipes_have_the_public_dimensions() -> None:
+    assert set(shipped()) >= {"demo_cpu", "qwen3_5_0_8b"}
+    model = load("qwen3_5_0_8b").recipe.model
+    assert (model.hidden_size, model.intermediate_size, model.num_hidden_layers, model.vocab_size) == (1024, 3584, 24, 248320)
+    assert (model.num_attention_heads, model.num_key_value_heads, model.head_dim) == (8, 2, 256)
+    assert (model.linear_num_key_heads, model.linear_num_value_heads, model.linear_key_head_dim, model.linear_value_head_dim) == (16, 16, 128, 128)
+    assert model.tie_word_embeddings
+    assert model.keep_fp32
+
+
+def test_every_knob_of_a_shipped_recipe_names_its_price() -> None:
+    demo = shipped()["demo_cpu"].read_text(encoding="utf-8")
+    for knob in ("seq_len", "batch_size", "num_hidden_layers", "max_steps", "rounds", "warmup_steps", "kernels"):
+        line = next(line for line in demo.splitlines() if line.strip().startswith(f"{knob}:"))
+        assert "#" in line, line
+
+
+def test_the_tiny_recipe_of_the_tests_is_valid(tmp_path: Path) -> None:
+    assert load(str(tiny_recipe(tmp_path))).name == "tiny"
