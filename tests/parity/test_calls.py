@@ -23,7 +23,9 @@ MODULES = (
 IN_PROJ = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
 ONCE = {
     **dict.fromkeys((*IN_PROJ, "out_proj", "conv", "delta_rule"), 3),
-    **{"norm": 4, "q_proj": 1, "o_proj": 1},
+    "norm": 4,
+    "q_proj": 1,
+    "o_proj": 1,
     **dict.fromkeys(("input_layernorm", "post_attention_layernorm", "gate_proj", "up_proj", "act_fn", "down_proj"), 4),
 }
 """Calls of an untouched step: three GDN blocks and one attention block."""
