@@ -19,7 +19,6 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.nn.parallel import DistributedDataParallel
 
 from .apply import KERNELS, AppliedPlan, apply_plan, inspect_model
-from .kernels import runtime_problem
 from .labels import Selection, UnavailableLabelError, advice, select
 from .takeover import ON_FOREIGN_HOOKS
 
@@ -53,8 +52,7 @@ class _PlanMixin:
             rank_zero_info(_kernels_line(module, self.root_device))  # type: ignore[attr-defined]
         for line in advice(self.selection):
             rank_zero_info(line)
-        problem = runtime_problem(self.root_device)  # type: ignore[attr-defined]
-        if problem is not None:
+        for problem in applied.kernel_problems(self.root_device):  # type: ignore[attr-defined]
             rank_zero_warn(problem)
 
     def teardown(self) -> None:
@@ -151,8 +149,8 @@ def _kernels_line(module: LightningModule, device: torch.device) -> str:
 
 def _several_devices(devices: int, nodes: int) -> str:
     return (
-        f"GDNRecomputeStrategy: several devices are not supported yet, got devices={devices}, num_nodes={nodes}. Use Trainer(devices=1, num_nodes=1), "
-        "or apply_plan(model, labels) inside your own distributed set-up."
+        f"GDNRecomputeStrategy: several devices are not supported yet, got devices={devices}, num_nodes={nodes}. "
+        "Use Trainer(devices=1, num_nodes=1), or apply_plan(model, labels) inside your own distributed set-up."
     )
 
 
@@ -166,7 +164,8 @@ def _check_base_options(options: dict[str, Any]) -> None:
     if unknown:
         mine = [name for name in inspect.signature(GDNRecomputeStrategy.__init__).parameters if name not in ("self", "base_options")]
         raise ValueError(
-            f"GDNRecomputeStrategy: unknown options {unknown}. Its own: {', '.join(mine)}; options of DDPStrategy and DistributedDataParallel pass through"
+            f"GDNRecomputeStrategy: unknown options {unknown}. Its own: {', '.join(mine)}; options of DDPStrategy and DistributedDataParallel "
+            "pass through"
         )
 
 
