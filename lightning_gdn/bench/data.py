@@ -121,10 +121,28 @@ def check_vocabulary(recipe: Recipe) -> None:
         text = found.get("text_config") or {}
         size = found.get("vocab_size") or text.get("vocab_size")
         where = f"vocab_size in {folder / 'config.json'}"
-        if not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
+        weights = sorted(folder.glob("*.safetensors"))
+        if not weights and not any(folder.glob("*.bin")):
             raise UserError(f"model.path: {recipe.model.path} has no weights (*.safetensors); give a local folder written by save_pretrained")
+        for file in weights:
+            _check_safetensors(file)
     if not isinstance(size, int) or size < BYTES:
         raise UserError(f"{where}: expected at least {BYTES}, one token id per byte value, got {size!r}")
+
+
+def _check_safetensors(file: Path) -> None:
+    """A broken download shows in the header or in the length: found here, before a run folder is made and a model is built."""
+    try:
+        with file.open("rb") as handle:
+            length = int.from_bytes(handle.read(8), "little")
+            if not 0 < length <= file.stat().st_size - 8:
+                raise ValueError("the file is shorter than its header")
+            header = json.loads(handle.read(length))
+        end = max((entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"), default=0)
+        if 8 + length + end != file.stat().st_size:
+            raise ValueError(f"the header describes {8 + length + end} bytes, the file has {file.stat().st_size}")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"model.path: {file} is no complete safetensors file: {error}") from None
 
 
 class Windows:

@@ -85,7 +85,9 @@ def build_model(recipe: Recipe, kinds: list[str] | None = None) -> nn.Module:
                 config.layer_types, config.num_hidden_layers = list(kinds), len(kinds)
                 config._attn_implementation = recipe.model.attn_implementation
                 model = _from_config(config)
-        except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # transformers and safetensors raise many classes for a folder that is no model
             raise UserError(f"model.path: {recipe.model.path} cannot be loaded: {str(error).splitlines()[0]}") from error
     model.config.use_cache = False
     dtype = parameter_dtype(recipe)

@@ -152,5 +152,10 @@ def test_model_folders_that_are_none(tmp_path: Path) -> None:
     assert "cannot be read" in check(tmp_path)
     (tmp_path / "config.json").write_text('{"text_config": {"vocab_size": 100}}', encoding="utf-8")
     assert "no weights" in check(tmp_path)
-    (tmp_path / "model.safetensors").write_bytes(b"")
+    weights = tmp_path / "model.safetensors"
+    header = b'{"w":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
+    for broken in (b"", b"broken", len(header).to_bytes(8, "little") + header + b"\0\0", (5).to_bytes(8, "little") + b"[1,2]"):
+        weights.write_bytes(broken)
+        assert "no complete safetensors file" in check(tmp_path)
+    weights.write_bytes(len(header).to_bytes(8, "little") + header + b"\0\0\0\0")
     assert "at least 256" in check(tmp_path)

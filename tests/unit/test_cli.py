@@ -1,0 +1,133 @@
+"""The command line: exit codes, one clear line per user error, nothing half-written, light verbs stay light."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightning_gdn import __version__
+from lightning_gdn.cli import VERBS, main
+from tests.unit.bench_support import TINY, tiny_recipe
+
+
+def fails(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    """Run a command that must end with code 2 and one line on stderr, and leave nothing behind."""
+    before = sorted(Path.cwd().rglob("*"))
+    assert main(list(argv)) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    lines = captured.err.splitlines()
+    assert len(lines) == 1, captured.err
+    assert lines[0].startswith("lightning-gdn: ")
+    assert sorted(Path.cwd().rglob("*")) == before, "something was written"
+    return lines[0]
+
+
+def test_help_shows_every_verb_and_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    overview = capsys.readouterr().out
+    for verb in VERBS:
+        assert f"lightning-gdn {verb}" in overview
+        assert main([verb, "--help"]) == 0
+        text = capsys.readouterr().out
+        assert "examples:" in text
+        assert f"lightning-gdn {verb}" in text
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"lightning-gdn {__version__}\n"
+    assert main([]) == 2
+
+
+def test_an_unknown_verb_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "did you mean 'compare'?" in fails(capsys, "compar", "demo_cpu")
+    assert "Verbs: run, compare, labels, validate, recipes" in fails(capsys, "zzz")
+
+
+@pytest.mark.parametrize("verb", ["run", "compare", "validate"])
+def test_user_errors_are_one_line_and_leave_nothing(verb: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "short.txt").write_text("short", encoding="utf-8")
+    message = fails(capsys, verb, "demo_cpu", "modle.path=x")
+    assert "'modle'" in message
+    assert "model.path" in message
+    assert "whole number" in fails(capsys, verb, "demo_cpu", "trainer.max_steps=many")
+    assert "no such file or folder" in fails(capsys, verb, "demo_cpu", "data.path=nowhere.txt")
+    assert "no text files" in fails(capsys, verb, "demo_cpu", "data.path=empty")
+    assert "longer than the text" in fails(capsys, verb, "demo_cpu", "data.path=short.txt")
+    assert "at least 256" in fails(capsys, verb, "demo_cpu", "model.vocab_size=100")
+    assert "no such folder" in fails(capsys, verb, "demo_cpu", "model.path=nowhere")
+    assert "no file nowhere.yaml" in fails(capsys, verb, "nowhere.yaml")
+    assert "see lightning-gdn" in fails(capsys, verb)
+    assert "--frobnicate" in fails(capsys, verb, "demo_cpu", "--frobnicate")
+
+
+def test_what_needs_the_model_is_checked_before_the_folder_is_made(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    recipe = str(tiny_recipe(tmp_path))
+    message = fails(capsys, "run", recipe, "plan.arm=moe")
+    assert "'moe'" in message
+    assert "gdn_conv" in message
+    assert "num_layers must be at most" in fails(capsys, "compare", recipe, "--arms", "none,full:block:9")
+    assert "--arms" in fails(capsys, "compare", recipe, "--arms", "gdn_cnv")
+    assert "given twice" in fails(capsys, "compare", recipe, "--arms", "full,full")
+    assert "compare.rounds" in fails(capsys, "compare", recipe, "--rounds", "0")
+    assert "compare.rounds" in fails(capsys, "compare", recipe, "--rounds", "x")
+    assert "hold out" in fails(capsys, "run", recipe, "trainer.val_every=1", "trainer.val_batches=10000000")
+
+
+def test_a_gpu_recipe_without_a_gpu(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "trainer.accelerator" in fails(capsys, "run", str(tiny_recipe(tmp_path)), "trainer.accelerator=gpu")
+
+
+def test_an_occupied_folder_is_not_touched(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "record.json").write_text("mine", encoding="utf-8")
+    assert "--out" in fails(capsys, "run", str(tiny_recipe(tmp_path)), "--out", "old")
+    assert (tmp_path / "old" / "record.json").read_text(encoding="utf-8") == "mine"
+
+
+def test_validate_and_recipes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["validate", str(tiny_recipe(tmp_path)), "data.seq_len=33"]) == 0
+    assert "valid" in capsys.readouterr().out
+    assert main(["validate", "demo_cpu", "--print", "data.seq_len=33"]) == 0
+    assert "seq_len: 33" in capsys.readouterr().out
+    assert main(["recipes"]) == 0
+    listed = capsys.readouterr().out
+    assert "demo_cpu" in listed
+    assert "qwen3_5_0_8b" in listed
+    assert "lightning-gdn compare recipes/demo_cpu.yaml" in listed
+
+
+def test_labels_without_a_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["labels"]) == 0
+    out = capsys.readouterr().out
+    for part in ("gdn_in_proj_conv", "conv: recompute_inside", "full:block:N", "gdn_core_attn", "offload engine"):
+        assert part in out
+    assert "--model" in fails(capsys, "labels", "data.seq_len=3")
+    assert "--model" in fails(capsys, "labels", "--json")
+
+
+def test_overrides_may_stand_before_and_after_options(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["validate", "demo_cpu", "data.seq_len=33", "--print", "data.batch_size=5"]) == 0
+    out = capsys.readouterr().out
+    assert "seq_len: 33" in out
+    assert "batch_size: 5" in out
+
+
+@pytest.mark.parametrize("argv", [["recipes"], ["validate", "demo_cpu"], ["--help"], ["labels"], ["run", "demo_cpu", "modle.path=x"]])
+def test_light_verbs_import_nothing_heavy(argv: list[str]) -> None:
+    code = f"import sys; from lightning_gdn.cli import main; main({argv!r}); print([m for m in ('torch', 'lightning', 'transformers', 'wandb', 'matplotlib') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_the_module_is_the_command(tmp_path: Path) -> None:
+    path = tiny_recipe(tmp_path, TINY + "extra: 1\n")
+    done = subprocess.run([sys.executable, "-m", "lightning_gdn", "validate", str(path)], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "'extra'" in done.stderr
+    assert "Traceback" not in done.stderr
