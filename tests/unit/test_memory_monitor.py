@@ -240,6 +240,19 @@ def test_h20_step_time_excludes_validation_checkpoints_and_loading() -> None:
     assert summary["step_event_ms"] is None
 
 
+def test_h20_loading_between_the_micro_batches_of_a_step_is_wait_and_not_step_time() -> None:
+    class Slow(Tiny):
+        def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            time.sleep(0.06)
+            return batch
+
+    monitor = quiet(warmup_steps=1)
+    trainer_for(monitor, max_steps=5, accumulate_grad_batches=2).fit(Slow(on_step=lambda _: time.sleep(0.01)))
+    assert monitor.summary["steps"] == 4
+    assert 20 <= monitor.summary["step_ms"]["median"] < 60
+    assert monitor.summary["data_wait_ms"]["median"] >= 120
+
+
 def test_h20_times_are_per_step_and_never_summed_again() -> None:
     monitor = quiet(warmup_steps=0)
     trainer_for(monitor, max_epochs=4).fit(Tiny(length=6, on_step=lambda _: time.sleep(0.005)))
@@ -326,24 +339,32 @@ def test_peaks_phases_retained_and_times_on_a_device_with_counters(device: FakeD
     assert device.watchers == []
 
 
+class WithGradients(Scripted):
+    """Gradients of 40 MiB live from the first backward to the next zero_grad."""
+
+    held = False
+
+    def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        super().backward(loss, *args, **kwargs)
+        if not self.held:
+            self.scripted.alloc(40 * MIB)
+            self.held = True
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        if self.held:
+            self.scripted.free(40 * MIB)
+            self.held = False
+        super().optimizer_zero_grad(epoch, batch_idx, optimizer)
+
+
+def test_gradients_freed_between_forward_and_backward_do_not_lower_what_is_retained(device: FakeDevice) -> None:
+    monitor = quiet()
+    trainer_for(monitor, max_steps=6).fit(WithGradients(device))
+    assert monitor.summary["retained_mib"] == 30.0
+
+
 def test_accumulation_is_one_step_with_one_wait_and_gradients_do_not_count_as_retained(device: FakeDevice) -> None:
-    class Accumulating(Scripted):
-        """Gradients of 40 MiB live from the first backward to the next zero_grad."""
-
-        def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-            super().backward(loss, *args, **kwargs)
-            if not self.held:
-                self.scripted.alloc(40 * MIB)
-                self.held = True
-
-        def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
-            if self.held:
-                self.scripted.free(40 * MIB)
-                self.held = False
-            super().optimizer_zero_grad(epoch, batch_idx, optimizer)
-
-    model = Accumulating(device, length=8)
-    model.held = False
+    model = WithGradients(device, length=8)
     monitor = quiet(warmup_steps=1, flops_per_token=1.0)
     trainer_for(monitor, max_epochs=3, accumulate_grad_batches=3).fit(model)
     summary = monitor.summary
