@@ -64,8 +64,10 @@ class ValidatingModule(TinyModule):
     def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         self.seen["test"].append(self.model(**batch).logits.clone())
 
-    def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        self.seen["predict"].append(self.model(**batch).logits.clone())
+    def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        logits = self.model(**batch).logits
+        self.seen["predict"].append(logits.clone())
+        return logits
 
 
 class ResumableModule(TinyModule):
