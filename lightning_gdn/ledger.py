@@ -160,6 +160,12 @@ class BlockProbe:
             entry = self._storages[storage._cdata] = _Storage(region or BETWEEN, storage.nbytes(), cast, [], StorageWeakRef(storage))
         entry.packed.append(packed)
 
+    def abandon(self) -> None:
+        """The block's forward raised: hold nothing of it (probe -> slot -> region -> probe is a cycle), and count the next call."""
+        self._storages.clear()
+        for key in [key for key in self._ledger._rows if key[0] == self._block]:
+            del self._ledger._rows[key]
+
     def finish(self, regions: Sequence[Region]) -> None:
         """The block's forward ended: decide what stays."""
         held: dict[int, tuple[str, int]] = {}

@@ -47,6 +47,9 @@ class Probe(ReplayCounter, Protocol):
     def finish(self, regions: Sequence[Region]) -> None:
         """The block's forward ended."""
 
+    def abandon(self) -> None:
+        """The block's forward raised."""
+
 
 def _storage_key(tensor: Tensor) -> int | None:
     """Identity of the tensor's storage while it is alive; None for a tensor without one (sparse and the like)."""
@@ -119,8 +122,11 @@ class Tape:
             for arg in region.args:
                 if type(arg) is Slot and arg.region is not None:
                     arg.region.count(arg)
-        if self._probe is not None and not failed:
-            self._probe.finish(self._regions)
+        if self._probe is not None:
+            if failed:
+                self._probe.abandon()
+            else:
+                self._probe.finish(self._regions)
         self._registry.clear()
         self._regions = []
         self._hold = self._outer = self._probe = None
