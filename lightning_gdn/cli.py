@@ -114,7 +114,8 @@ def _compare(argv: Sequence[str]) -> int:
     parser = _parser(
         "compare",
         "Train a recipe once per arm and round, each in a fresh process, and compare memory, time and losses against the control.",
-        "  lightning-gdn compare demo_cpu\n  lightning-gdn compare demo_cpu --arms none,gdn_conv+layernorm,full:block:4 --rounds 3 trainer.max_steps=20",
+        "  lightning-gdn compare demo_cpu\n"
+        "  lightning-gdn compare demo_cpu --arms none,gdn_conv+layernorm,full:block:4 --rounds 3 trainer.max_steps=20",
     )
     parser.add_argument("--arms", metavar="A,B,...", help="arms separated by commas; `none` is added if missing (default: compare.arms)")
     parser.add_argument("--rounds", metavar="N", help="how often every arm runs (default: compare.rounds)")

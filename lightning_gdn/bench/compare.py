@@ -14,10 +14,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from .checks import check_arm
 from .data import Text, check_vocabulary, read_text
 from .errors import UserError
 from .judge import CONTROL, judge
-from .recipes import Loaded, check_arm, write_yaml
+from .recipes import Loaded, write_yaml
 from .records import SCHEMA, read_json, slug, write_json
 
 __all__ = ["check_runnable", "compare", "new_folder", "prepare", "schedule", "split_arms"]
@@ -155,23 +156,34 @@ def _dead(loaded: Loaded, arm: str, index: int, code: int, log: Path) -> dict[st
 
 def _launch(loaded: Loaded) -> Launch:
     def start(recipe_file: Path, arm: str, index: int, out: Path, progress: Callable[[int, int], None]) -> int:
-        command = [sys.executable, "-m", "lightning_gdn.bench.arm", "--recipe", str(recipe_file), "--arm", arm, "--round", str(index), "--out", str(out)]
-        with (out.parent / "log.txt").open("wb") as log:
-            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, stdin=subprocess.DEVNULL, env=child_environment(loaded), text=True)
+        command = [
+            sys.executable,
+            "-m",
+            "lightning_gdn.bench.arm",
+            "--recipe",
+            str(recipe_file),
+            "--arm",
+            arm,
+            "--round",
+            str(index),
+            "--out",
+            str(out),
+        ]
+        pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "env": child_environment(loaded), "text": True}
+        with (out.parent / "log.txt").open("wb") as log, subprocess.Popen(command, stderr=log, **pipes) as process:
             try:
-                assert process.stdout is not None
-                for line in process.stdout:
+                for line in process.stdout or ():
                     words = line.split()
                     if len(words) == 3 and words[0] == "@step":
                         progress(int(words[1]), int(words[2]))
                 return process.wait()
             except BaseException:
+                # Ctrl-C, or a failing progress bar: no arm outlives the comparison
                 process.terminate()
                 try:
                     process.wait(timeout=10)
                 except subprocess.TimeoutExpired:
                     process.kill()
-                    process.wait()
                 raise
 
     return start
@@ -205,7 +217,11 @@ def _progress(plan: Sequence[tuple[int, str]], steps: int, show: bool) -> Iterat
             nonlocal count
             count += 1
             if show:
-                print(f"[{count}/{len(plan)}] round {index + 1} of {rounds}: {arm} ({time.monotonic() - started:.0f} s so far)", file=sys.stderr, flush=True)
+                print(
+                    f"[{count}/{len(plan)}] round {index + 1} of {rounds}: {arm} ({time.monotonic() - started:.0f} s so far)",
+                    file=sys.stderr,
+                    flush=True,
+                )
             return lambda done, total: None
 
         yield line

@@ -24,7 +24,26 @@ __all__ = ["BYTES", "Text", "Windows", "check_vocabulary", "make_loaders", "read
 
 BYTES = 256
 """Size of the byte vocabulary: token ids 0 to 255."""
-TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", ".json", ".jsonl", ".csv", ".html", ".xml", ".tex", ".c", ".h", ".cpp", ".cu", ".rs", ".go", ".js", ".ts")
+TEXT_SUFFIXES = (
+    ".txt",
+    ".md",
+    ".rst",
+    ".py",
+    ".json",
+    ".jsonl",
+    ".csv",
+    ".html",
+    ".xml",
+    ".tex",
+    ".c",
+    ".h",
+    ".cpp",
+    ".cu",
+    ".rs",
+    ".go",
+    ".js",
+    ".ts",
+)
 """Files of a folder that count as text; a glob takes whatever it matches."""
 
 
@@ -90,7 +109,9 @@ def _find(path: str | None) -> tuple[str, list[Path]]:
     if place.is_dir():
         files = sorted(p for p in place.rglob("*") if p.suffix.lower() in TEXT_SUFFIXES and p.is_file() and not _hidden(p.relative_to(place)))
         if not files:
-            raise UserError(f"data.path: the folder {path} has no text files ({' '.join(TEXT_SUFFIXES)}); name other files by a glob, for instance '{path}/*'")
+            raise UserError(
+                f"data.path: the folder {path} has no text files ({' '.join(TEXT_SUFFIXES)}); name other files by a glob, for instance '{path}/*'"
+            )
         return path, files
     if glob.has_magic(path):
         files = sorted(p for p in map(Path, glob.glob(str(place), recursive=True)) if p.is_file())
@@ -111,7 +132,9 @@ def check_vocabulary(recipe: Recipe) -> None:
     if recipe.model.path is not None:
         folder = Path(recipe.model.path).expanduser()
         if not folder.is_dir():
-            raise UserError(f"model.path: no such folder: {recipe.model.path}; give a local folder written by save_pretrained (nothing is downloaded)")
+            raise UserError(
+                f"model.path: no such folder: {recipe.model.path}; give a local folder written by save_pretrained (nothing is downloaded)"
+            )
         try:
             found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         except FileNotFoundError:

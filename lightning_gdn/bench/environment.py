@@ -15,7 +15,14 @@ from .. import __version__
 __all__ = ["autotune_hash", "collect", "git_state"]
 
 PACKAGES = ("torch", "lightning", "transformers", "flash-linear-attention", "fla-core", "causal-conv1d", "triton", "torchmetrics")
-SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE", "FLA_TILELANG", "TRITON_CACHE_AUTOTUNING")
+SETTINGS = (
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "CUBLAS_WORKSPACE_CONFIG",
+    "NVIDIA_TF32_OVERRIDE",
+    "FLA_TILELANG",
+    "TRITON_CACHE_AUTOTUNING",
+)
 """Environment variables that change memory or kernels; none of them is a secret."""
 
 

@@ -43,7 +43,7 @@ def judge(records: Sequence[Mapping[str, Any]], *, name: str, arms: Sequence[str
     """
     check_alike(records)
     environment = next((r["environment"] for r in records if r.get("environment")), None)
-    on_cpu = bool(environment) and environment["device"] == "cpu"
+    on_cpu = environment is not None and environment["device"] == "cpu"
     control = {r["round"]: r for r in records if r["arm"] == CONTROL}
     entries = [_arm(arm, [r for r in records if r["arm"] == arm], control) for arm in arms]
     hashes = {r["environment"].get("autotune_cache") for r in records if r.get("environment")}

@@ -224,7 +224,11 @@ def model_tables(loaded: Loaded, prediction: Prediction, arms: Sequence[str]) ->
         value = prediction.retained_bytes[arm]
         table.add_row(arm, f"{value:,} B ({value / 2**20:.2f} MiB)", f"{(value / base - 1) * 100:+.1f} %" if base else "n/a")
     kernels = ", ".join(f"{region} {kernel}" for region, kernel in prediction.kernels.items()) or "n/a"
-    lines = [f"kernels: {kernels}", *prediction.remarks, "offload labels need the offload engine, which this version does not have: " + ", ".join(OFFLOAD_LABELS)]
+    lines = [
+        f"kernels: {kernels}",
+        *prediction.remarks,
+        "offload labels need the offload engine, which this version does not have: " + ", ".join(OFFLOAD_LABELS),
+    ]
     return labels, table, lines
 
 

@@ -89,7 +89,8 @@ def build_model(recipe: Recipe, kinds: list[str] | None = None) -> nn.Module:
             raise
         except Exception as error:  # transformers and safetensors raise many classes for a folder that is no model
             raise UserError(f"model.path: {recipe.model.path} cannot be loaded: {str(error).splitlines()[0]}") from error
-    model.config.use_cache = False
+    configuration: Any = model.config
+    configuration.use_cache = False
     dtype = parameter_dtype(recipe)
     if dtype != torch.float32:
         with _kept_fp32(model, enabled=recipe.model.keep_fp32):
@@ -111,7 +112,9 @@ def _text_config(model: ModelConfig, kinds: list[str]) -> Any:
         "linear_key_head_dim linear_value_head_dim linear_conv_kernel_dim vocab_size tie_word_embeddings"
     ).split()
     try:
-        config = Qwen3_5TextConfig(num_hidden_layers=len(kinds), layer_types=list(kinds), use_cache=False, **{name: getattr(model, name) for name in same})
+        config = Qwen3_5TextConfig(
+            num_hidden_layers=len(kinds), layer_types=list(kinds), use_cache=False, **{name: getattr(model, name) for name in same}
+        )
     except (ValueError, TypeError) as error:
         raise UserError(f"model: transformers refuses these dimensions: {str(error).splitlines()[0]}") from error
     config._attn_implementation = model.attn_implementation
@@ -155,7 +158,7 @@ def _kept_fp32(model: nn.Module, *, enabled: bool) -> Iterator[None]:
         yield
         return
     kept, plain = _fp32_parameters(model), type(model)._apply
-    model._apply = lambda fn, recurse=True: plain(model, _GuardedCast(fn, kept), recurse)  # type: ignore[method-assign, assignment]
+    model._apply = lambda fn, recurse=True: plain(model, _GuardedCast(fn, kept), recurse)  # type: ignore[method-assign]
     try:
         yield
     finally:

@@ -7,10 +7,7 @@ may hold a secret, and its value must not end in a record.
 
 from __future__ import annotations
 
-import dataclasses
-import math
 import re
-import types
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,31 +18,15 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from ..labels import parse_arm
-from .errors import UserError, nearest
-from .schema import CHOICES, POSITIVE, Recipe
+from .checks import check_types, check_values
+from .errors import UserError, nearest, one_line
+from .schema import SECTIONS, TOP, Recipe
 
-__all__ = ["Loaded", "check_arm", "load", "shipped", "to_yaml", "write_yaml"]
+__all__ = ["Loaded", "load", "shipped", "to_yaml", "write_yaml"]
 
 _ENV = re.compile(r"\$\{oc\.env:[^{}]*\}")
 ALIASES = dict.fromkeys(("label", "labels", "recompute", "recompute_module", "recompute_modules", "activation_checkpointing"), "plan.arm")
 """Keys that other tools use for what this schema calls otherwise."""
-_TYPE_NAMES = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
-
-
-def _schema() -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
-    """The sections with the type of each key, and the top-level keys with theirs."""
-    sections: dict[str, dict[str, Any]] = {}
-    top: dict[str, Any] = {}
-    for name, kind in typing.get_type_hints(Recipe).items():
-        if dataclasses.is_dataclass(kind):
-            sections[name] = typing.get_type_hints(kind)
-        else:
-            top[name] = kind
-    return sections, top
-
-
-SECTIONS, TOP = _schema()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,13 +67,13 @@ def load(name: str, overrides: Sequence[str] = ()) -> Loaded:
             raw[section] = {}
     merged = OmegaConf.to_container(OmegaConf.merge(OmegaConf.create(defaults), OmegaConf.create(raw)), resolve=False)
     plain = _resolve(merged, path)
-    _check_types(plain)
+    check_types(plain)
     try:
         recipe = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Recipe), OmegaConf.create(plain)))
     except OmegaConfBaseException as error:
-        raise UserError(f"{path}: {error.full_key}: {_one_line(error)}") from None
+        raise UserError(f"{path}: {error.full_key}: {one_line(error)}") from None
     assert isinstance(recipe, Recipe)
-    _check_values(recipe)
+    check_values(recipe)
     return Loaded(name=path.stem, source=path, recipe=recipe, saved=_saved(merged, path))
 
 
@@ -138,11 +119,11 @@ def _parse(path: Path) -> DictConfig:
         tab = " (a tab: YAML indents with spaces, not tabs)" if at and at[0][mark.column : mark.column + 1] == "\t" else ""
         raise UserError(f"{path}{where}: {error.problem or error.context}{tab}") from None
     except yaml.YAMLError as error:
-        raise UserError(f"{path}: {_one_line(error)}") from None
+        raise UserError(f"{path}: {one_line(error)}") from None
     except AssertionError:
         raise UserError(f"{path}: expected sections ({', '.join(SECTIONS)}) at the top, got a single value") from None
     except OmegaConfBaseException as error:
-        raise UserError(f"{path}: {_one_line(error)}") from None
+        raise UserError(f"{path}: {one_line(error)}") from None
     if not isinstance(config, DictConfig):
         raise UserError(f"{path}: expected sections ({', '.join(SECTIONS)}) at the top, got a list")
     if not config:
@@ -161,9 +142,9 @@ def _overrides(overrides: Sequence[str]) -> DictConfig:
             _check_keys(_nested(key.strip(), text.partition("=")[2]), None)
             OmegaConf.from_dotlist([text])
         except yaml.YAMLError as error:
-            raise UserError(f"override {text!r}: the value is no YAML: {getattr(error, 'problem', None) or _one_line(error)}") from None
+            raise UserError(f"override {text!r}: the value is no YAML: {getattr(error, 'problem', None) or one_line(error)}") from None
         except OmegaConfBaseException as error:
-            raise UserError(f"override {text!r}: {_one_line(error)}") from None
+            raise UserError(f"override {text!r}: {one_line(error)}") from None
     return OmegaConf.from_dotlist(list(overrides))
 
 
@@ -231,7 +212,7 @@ def _resolve(merged: Any, path: Path) -> dict[str, Any]:
     try:
         plain = OmegaConf.to_container(config, resolve=True)
     except OmegaConfBaseException as error:
-        raise UserError(f"{path}: {error.full_key or 'interpolation'}: {_one_line(error)}") from None
+        raise UserError(f"{path}: {error.full_key or 'interpolation'}: {one_line(error)}") from None
     assert isinstance(plain, dict)
     return plain  # type: ignore[return-value]
 
@@ -240,13 +221,17 @@ def _saved(merged: Any, path: Path) -> dict[str, Any]:
     """Resolve everything but the environment, also where one key takes its value from another that reads the environment."""
     found: list[str] = []
 
+    def keep(match: re.Match[str]) -> str:
+        found.append(match.group())
+        return f"\x00{len(found) - 1}\x00"
+
     def hide(value: Any) -> Any:
         if isinstance(value, dict):
             return {key: hide(inner) for key, inner in value.items()}
         if isinstance(value, list):
             return [hide(inner) for inner in value]
         if isinstance(value, str):
-            return _ENV.sub(lambda match: f"\x00{found.append(match.group()) or len(found) - 1}\x00", value)
+            return _ENV.sub(keep, value)
         return value
 
     def show(value: Any) -> Any:
@@ -257,82 +242,3 @@ def _saved(merged: Any, path: Path) -> dict[str, Any]:
         return re.sub("\x00(\\d+)\x00", lambda match: found[int(match.group(1))], value) if isinstance(value, str) else value
 
     return typing.cast(dict[str, Any], show(_resolve(hide(merged), path)))
-
-
-def _check_types(plain: Mapping[str, Any]) -> None:
-    for name, value in plain.items():
-        if name in TOP:
-            _check_type(name, value, TOP[name])
-        else:
-            for key, inner in value.items():
-                _check_type(f"{name}.{key}", inner, SECTIONS[name][key])
-
-
-def _check_type(key: str, value: object, wanted: Any) -> None:
-    """Stricter than a conversion: `no` is not text, "20" is no number, 2.0 is no whole number."""
-    optional = typing.get_origin(wanted) in (typing.Union, types.UnionType)
-    if optional:
-        if value is None:
-            return
-        wanted = next(kind for kind in typing.get_args(wanted) if kind is not type(None))
-    if typing.get_origin(wanted) is list:
-        if not isinstance(value, list):
-            raise UserError(f"{key}: expected a list, got {value!r}; for instance {key}=[none,full]")
-        for item in value:
-            _check_type(key, item, typing.get_args(wanted)[0])
-        return
-    good = isinstance(value, (int, float) if wanted is float else wanted) and (wanted is bool or not isinstance(value, bool))
-    if good and isinstance(value, float) and not math.isfinite(value):
-        good = False
-    if not good:
-        hint = ""
-        if isinstance(value, bool) and wanted is str:
-            hint = "; YAML reads yes, no, on and off as true or false: put the word in quotes"
-        elif isinstance(value, str) and wanted in (int, float):
-            hint = "; write it as a plain number, without quotes"
-        raise UserError(f"{key}: expected {_TYPE_NAMES[wanted]}{' or null' if optional else ''}, got {value!r}{hint}")
-
-
-def _check_values(recipe: Recipe) -> None:
-    values = {f"{s}.{k}": getattr(getattr(recipe, s), k) for s, keys in SECTIONS.items() for k in keys} | {k: getattr(recipe, k) for k in TOP}
-    for key, names in CHOICES.items():
-        if values[key] not in names:
-            close = nearest(values[key], names)
-            raise UserError(f"{key}: expected one of {', '.join(names)}, got {values[key]!r}" + (f" (did you mean {close!r}?)" if close else ""))
-    for key, least in POSITIVE.items():
-        if values[key] is not None and values[key] < least:
-            raise UserError(f"{key}: expected at least {least:g}, got {values[key]!r}")
-    model, trainer = recipe.model, recipe.trainer
-    if model.num_attention_heads % model.num_key_value_heads:
-        raise UserError(f"model.num_key_value_heads: expected a divisor of num_attention_heads={model.num_attention_heads}, got {model.num_key_value_heads}")
-    if model.linear_num_value_heads % model.linear_num_key_heads:
-        raise UserError(
-            f"model.linear_num_value_heads: expected a multiple of linear_num_key_heads={model.linear_num_key_heads}, got {model.linear_num_value_heads}"
-        )
-    if trainer.precision == "bf16-true" and model.dtype == "float32":
-        raise UserError("model.dtype: float32 contradicts trainer.precision=bf16-true; use dtype auto, or precision 32-true or bf16-mixed")
-    if trainer.devices > 1:
-        raise UserError(f"trainer.devices: this version trains on one device, got {trainer.devices}; write trainer.devices=1")
-    if recipe.monitor.warmup_steps >= trainer.max_steps:
-        raise UserError(
-            f"monitor.warmup_steps: expected fewer than trainer.max_steps={trainer.max_steps}, got {recipe.monitor.warmup_steps}; no step would be measured"
-        )
-    if not recipe.out_dir:
-        raise UserError("out_dir: expected a folder, got ''")
-    for key, arms in (("plan.arm", [recipe.plan.arm]), ("compare.arms", recipe.compare.arms)):
-        if not arms:
-            raise UserError(f"{key}: expected at least one arm, got an empty list")
-        for arm in arms:
-            check_arm(arm, key)
-
-
-def check_arm(arm: str, key: str) -> None:
-    """Raise `UserError` unless `arm` follows the arm grammar and this version has its labels."""
-    try:
-        parse_arm(arm)
-    except ValueError as error:
-        raise UserError(f"{key}: {_one_line(error)}") from None
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(line.strip() for line in str(error).splitlines() if line.strip() and not line.strip().startswith(("full_key", "object_type")))

@@ -35,7 +35,9 @@ def kernels_line(result: Mapping[str, Any]) -> str:
     if not known:
         return f"kernels: {NOT_KNOWN}"
     if len(set(known.values())) == 1:
-        return f"kernels: {next(iter(known.values()))}" + ("" if len(known) == len(named) else f" ({NOT_KNOWN} for {', '.join(set(named) - set(known))})")
+        return f"kernels: {next(iter(known.values()))}" + (
+            "" if len(known) == len(named) else f" ({NOT_KNOWN} for {', '.join(set(named) - set(known))})"
+        )
     return "kernels: " + "; ".join(f"{arm}: {text or NOT_KNOWN}" for arm, text in named.items())
 
 

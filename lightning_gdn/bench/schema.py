@@ -5,9 +5,23 @@ Values that name something are closed lists (`CHOICES`), not import paths: a rec
 
 from __future__ import annotations
 
+import dataclasses
+import typing
 from dataclasses import dataclass, field
+from typing import Any
 
-__all__ = ["CHOICES", "POSITIVE", "CompareConfig", "DataConfig", "ModelConfig", "MonitorConfig", "PlanConfig", "Recipe", "TrainerConfig", "WandbConfig"]
+__all__ = [
+    "CHOICES",
+    "POSITIVE",
+    "CompareConfig",
+    "DataConfig",
+    "ModelConfig",
+    "MonitorConfig",
+    "PlanConfig",
+    "Recipe",
+    "TrainerConfig",
+    "WandbConfig",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,3 +201,18 @@ POSITIVE: dict[str, float] = {
     "monitor.warmup_steps": 0,
 }
 """Smallest value allowed, by dotted key. Two tokens are the least that has a next token to predict."""
+
+
+def _schema() -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
+    """The sections with the type of each key, and the top-level keys with theirs."""
+    sections: dict[str, dict[str, Any]] = {}
+    top: dict[str, Any] = {}
+    for name, kind in typing.get_type_hints(Recipe).items():
+        if dataclasses.is_dataclass(kind):
+            sections[name] = typing.get_type_hints(kind)
+        else:
+            top[name] = kind
+    return sections, top
+
+
+SECTIONS, TOP = _schema()

@@ -67,7 +67,9 @@ def test_a_record_holds_what_a_comparison_needs(tmp_path: Path) -> None:
         (RuntimeError("first line\n  last line\n"), "failed"),
     ],
 )
-def test_a_failure_is_a_record(error: Exception, status: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failure_is_a_record(
+    error: Exception, status: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     loaded = loaded_of(tmp_path)
 
     def broken(*_: Any) -> torch.Tensor:

@@ -10,7 +10,16 @@ from lightning.pytorch.plugins import HalfPrecision
 
 from lightning_gdn.bench.arm import check_device
 from lightning_gdn.bench.errors import UserError
-from lightning_gdn.bench.module import BenchModule, ValidatedModule, block_kinds, build_model, flops_per_token, make_module, meta_model, parameter_dtype
+from lightning_gdn.bench.module import (
+    BenchModule,
+    ValidatedModule,
+    block_kinds,
+    build_model,
+    flops_per_token,
+    make_module,
+    meta_model,
+    parameter_dtype,
+)
 from lightning_gdn.bench.recipes import load
 from lightning_gdn.bench.schema import Recipe
 from tests.unit.bench_support import tiny_recipe

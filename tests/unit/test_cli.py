@@ -120,7 +120,8 @@ def test_overrides_may_stand_before_and_after_options(capsys: pytest.CaptureFixt
 
 @pytest.mark.parametrize("argv", [["recipes"], ["validate", "demo_cpu"], ["--help"], ["labels"], ["run", "demo_cpu", "modle.path=x"]])
 def test_light_verbs_import_nothing_heavy(argv: list[str]) -> None:
-    code = f"import sys; from lightning_gdn.cli import main; main({argv!r}); print([m for m in ('torch', 'lightning', 'transformers', 'wandb', 'matplotlib') if m in sys.modules])"
+    heavy = ("torch", "lightning", "transformers", "wandb", "matplotlib")
+    code = f"import sys; from lightning_gdn.cli import main; main({argv!r}); print([m for m in {heavy!r} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
 

@@ -46,7 +46,14 @@ def test_rounds_alternate() -> None:
 
 
 def test_deltas_are_paired_within_a_round() -> None:
-    records = [timed("none", 0, 100.0), timed("a", 0, 110.0), timed("a", 1, 240.0), timed("none", 1, 200.0), timed("none", 2, 50.0), timed("a", 2, 60.0)]
+    records = [
+        timed("none", 0, 100.0),
+        timed("a", 0, 110.0),
+        timed("a", 1, 240.0),
+        timed("none", 1, 200.0),
+        timed("none", 2, 50.0),
+        timed("a", 2, 60.0),
+    ]
     found = entry(judge(records, name="x", arms=["none", "a"]), "a")["step_delta_pct"]
     assert found["rounds"] == pytest.approx([10.0, 20.0, 20.0])
     assert (found["median"], found["min"], found["max"]) == pytest.approx((20.0, 10.0, 20.0))
@@ -114,8 +121,26 @@ def test_on_a_cpu_a_differing_loss_or_weight_is_a_problem_and_elsewhere_a_figure
 def test_oom_and_dead_arms_stay_in_the_table() -> None:
     records = [
         record("none"),
-        record("big", status="oom", error="OutOfMemoryError: CUDA out of memory", monitor=None, losses_hex=[], retained_bytes=None, kernels={}, weights_sha256=None),
-        {"schema": 1, "arm": "dead", "round": 0, "status": "failed", "error": "killed by SIGKILL", "environment": None, "recipe": record("dead")["recipe"], "monitor": None},
+        record(
+            "big",
+            status="oom",
+            error="OutOfMemoryError: CUDA out of memory",
+            monitor=None,
+            losses_hex=[],
+            retained_bytes=None,
+            kernels={},
+            weights_sha256=None,
+        ),
+        {
+            "schema": 1,
+            "arm": "dead",
+            "round": 0,
+            "status": "failed",
+            "error": "killed by SIGKILL",
+            "environment": None,
+            "recipe": record("dead")["recipe"],
+            "monitor": None,
+        },
     ]
     result = judge(records, name="x", arms=["none", "big", "dead"])
     assert [e["status"] for e in result["arms"]] == ["ok", "oom", "failed"]

@@ -106,7 +106,9 @@ def test_windows_cover_the_text_once_per_pass_and_depend_on_the_seed(tmp_path: P
 
 def test_loaders_are_equal_for_every_arm_and_leave_the_random_stream_alone(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(bytes(range(256)) * 4)
-    recipe = load("demo_cpu", [f"data.path={tmp_path}", "data.seq_len=16", "data.batch_size=3", "trainer.max_steps=4", "trainer.accumulate_grad_batches=2"]).recipe
+    recipe = load(
+        "demo_cpu", [f"data.path={tmp_path}", "data.seq_len=16", "data.batch_size=3", "trainer.max_steps=4", "trainer.accumulate_grad_batches=2"]
+    ).recipe
     text = read_text(recipe.data)
     before = torch.random.get_rng_state()
     one = list(make_loaders(text, recipe)[0])
@@ -120,7 +122,14 @@ def test_loaders_are_equal_for_every_arm_and_leave_the_random_stream_alone(tmp_p
 
 def test_validation_text_is_held_out(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(bytes(range(160)))
-    overrides = [f"data.path={tmp_path}", "data.seq_len=16", "data.batch_size=1", "trainer.max_steps=20", "trainer.val_every=2", "trainer.val_batches=3"]
+    overrides = [
+        f"data.path={tmp_path}",
+        "data.seq_len=16",
+        "data.batch_size=1",
+        "trainer.max_steps=20",
+        "trainer.val_every=2",
+        "trainer.val_batches=3",
+    ]
     recipe = load("demo_cpu", overrides).recipe
     train, validation = make_loaders(read_text(recipe.data), recipe)
     assert validation is not None

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from pathlib import Path
 
 import pytest
 
 from lightning_gdn.bench.errors import UserError
-from lightning_gdn.bench.recipes import SECTIONS, TOP, load, shipped, to_yaml, write_yaml
-from lightning_gdn.bench.schema import CHOICES, POSITIVE, Recipe
+from lightning_gdn.bench.recipes import load, shipped, to_yaml, write_yaml
+from lightning_gdn.bench.schema import CHOICES, POSITIVE, SECTIONS, TOP, Recipe
 from tests.unit.bench_support import tiny_recipe
 
 
@@ -184,7 +185,8 @@ def test_overrides_of_lists_and_broken_values() -> None:
 
 def test_interpolation_and_secrets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HIDDEN", "swordfish")
-    text = "data: {path: '${oc.env:HIDDEN}/texts', seq_len: 128, batch_size: '${trainer.max_steps}'}\nout_dir: ${data.path}/runs\ntrainer: {max_steps: 4}\n"
+    text = "data: {path: '${oc.env:HIDDEN}/texts', seq_len: 128, batch_size: '${trainer.max_steps}'}\n"
+    text += "out_dir: ${data.path}/runs\ntrainer: {max_steps: 4}\n"
     loaded = load(write(tmp_path, text))
     assert loaded.recipe.data.path == "swordfish/texts"
     assert loaded.recipe.out_dir == "swordfish/texts/runs"
@@ -216,7 +218,7 @@ def test_every_field_has_its_documentation() -> None:
     source = Path(__file__).resolve().parents[2] / "lightning_gdn" / "bench" / "schema.py"
     lines = source.read_text(encoding="utf-8").splitlines()
     keys = {key for keys in SECTIONS.values() for key in keys} | set(TOP)
-    documented = {line.split(":")[0].strip() for line, below in zip(lines, lines[1:], strict=False) if below.startswith('    """')}
+    documented = {line.split(":")[0].strip() for line, below in itertools.pairwise(lines) if below.startswith('    """')}
     assert keys <= documented, keys - documented
 
 

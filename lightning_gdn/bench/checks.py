@@ -1,0 +1,98 @@
+"""The checks of a recipe that need no torch: types without silent conversion, closed lists, ranges, and what must fit together."""
+
+from __future__ import annotations
+
+import math
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any
+
+from ..labels import parse_arm
+from .errors import UserError, nearest, one_line
+from .schema import CHOICES, POSITIVE, SECTIONS, TOP, Recipe
+
+__all__ = ["check_arm", "check_types", "check_values"]
+
+_TYPE_NAMES = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
+
+
+def check_types(plain: Mapping[str, Any]) -> None:
+    """Raise `UserError` at the first value of another type than the schema's."""
+    for name, value in plain.items():
+        if name in TOP:
+            _check_type(name, value, TOP[name])
+        else:
+            for key, inner in value.items():
+                _check_type(f"{name}.{key}", inner, SECTIONS[name][key])
+
+
+def _check_type(key: str, value: object, wanted: Any) -> None:
+    """Stricter than a conversion: `no` is not text, "20" is no number, 2.0 is no whole number."""
+    optional = typing.get_origin(wanted) in (typing.Union, types.UnionType)
+    if optional:
+        if value is None:
+            return
+        wanted = next(kind for kind in typing.get_args(wanted) if kind is not type(None))
+    if typing.get_origin(wanted) is list:
+        if not isinstance(value, list):
+            raise UserError(f"{key}: expected a list, got {value!r}; for instance {key}=[none,full]")
+        for item in value:
+            _check_type(key, item, typing.get_args(wanted)[0])
+        return
+    good = isinstance(value, (int, float) if wanted is float else wanted) and (wanted is bool or not isinstance(value, bool))
+    if good and isinstance(value, float) and not math.isfinite(value):
+        good = False
+    if not good:
+        hint = ""
+        if isinstance(value, bool) and wanted is str:
+            hint = "; YAML reads yes, no, on and off as true or false: put the word in quotes"
+        elif isinstance(value, str) and wanted in (int, float):
+            hint = "; write it as a plain number, without quotes"
+        raise UserError(f"{key}: expected {_TYPE_NAMES[wanted]}{' or null' if optional else ''}, got {value!r}{hint}")
+
+
+def check_values(recipe: Recipe) -> None:
+    """Raise `UserError` at the first value outside its list or range, or that contradicts another."""
+    values = {f"{s}.{k}": getattr(getattr(recipe, s), k) for s, keys in SECTIONS.items() for k in keys} | {k: getattr(recipe, k) for k in TOP}
+    for key, names in CHOICES.items():
+        if values[key] not in names:
+            close = nearest(values[key], names)
+            raise UserError(f"{key}: expected one of {', '.join(names)}, got {values[key]!r}" + (f" (did you mean {close!r}?)" if close else ""))
+    for key, least in POSITIVE.items():
+        if values[key] is not None and values[key] < least:
+            raise UserError(f"{key}: expected at least {least:g}, got {values[key]!r}")
+    model, trainer = recipe.model, recipe.trainer
+    if model.num_attention_heads % model.num_key_value_heads:
+        raise UserError(
+            f"model.num_key_value_heads: expected a divisor of num_attention_heads={model.num_attention_heads}, got {model.num_key_value_heads}"
+        )
+    if model.linear_num_value_heads % model.linear_num_key_heads:
+        raise UserError(
+            f"model.linear_num_value_heads: expected a multiple of linear_num_key_heads={model.linear_num_key_heads}, "
+            f"got {model.linear_num_value_heads}"
+        )
+    if trainer.precision == "bf16-true" and model.dtype == "float32":
+        raise UserError("model.dtype: float32 contradicts trainer.precision=bf16-true; use dtype auto, or precision 32-true or bf16-mixed")
+    if trainer.devices > 1:
+        raise UserError(f"trainer.devices: this version trains on one device, got {trainer.devices}; write trainer.devices=1")
+    if recipe.monitor.warmup_steps >= trainer.max_steps:
+        raise UserError(
+            f"monitor.warmup_steps: expected fewer than trainer.max_steps={trainer.max_steps}, got {recipe.monitor.warmup_steps}; "
+            "no step would be measured"
+        )
+    if not recipe.out_dir:
+        raise UserError("out_dir: expected a folder, got ''")
+    for key, arms in (("plan.arm", [recipe.plan.arm]), ("compare.arms", recipe.compare.arms)):
+        if not arms:
+            raise UserError(f"{key}: expected at least one arm, got an empty list")
+        for arm in arms:
+            check_arm(arm, key)
+
+
+def check_arm(arm: str, key: str) -> None:
+    """Raise `UserError` unless `arm` follows the arm grammar and this version has its labels."""
+    try:
+        parse_arm(arm)
+    except ValueError as error:
+        raise UserError(f"{key}: {one_line(error)}") from None
