@@ -12,9 +12,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from .adapters import Adapter, adapters_for
+from .kernels import runtime_problem
 from .labels import LABELS, Selection, select
 from .ledger import Ledger
 from .plan import Plan
@@ -114,6 +116,20 @@ class AppliedPlan:
         if self.kernels:
             lines.append("kernels: " + ", ".join(f"{region} {name}" for region, name in self.kernels.items()))
         return "\n".join(lines)
+
+    def kernel_problems(self, device: torch.device) -> list[str]:
+        """What is wrong with the kernels that will run on `device`: a slow fallback, or a backward that will be refused."""
+        found = next((block for block in self._report.blocks if block.layout.kind == GDN), None)
+        if found is None or device.type != "cuda":
+            return []
+        rule = found.adapter.kernels(found.module, device).get("delta_rule", "")
+        if rule.startswith("torch."):
+            return [
+                f"the gated delta rule will run as {rule} on {device}: flash-linear-attention is not bound (not installed, or its import failed when "
+                "transformers was imported). It is correct, several times slower and needs more memory: pip install 'lightning-gdn[cuda]'"
+            ]
+        problem = runtime_problem(device) if rule.startswith("fla.") else None
+        return [problem] if problem else []
 
     def undo(self) -> None:
         """Put every forward back. Calling it again does nothing."""

@@ -149,7 +149,8 @@ def test_accumulation_counts_no_gradient_as_retained() -> None:
     monitor = quiet()
     model = fit(monitor, accumulate_grad_batches=3, steps=6)
     assert monitor.summary["optimizer_steps"] == 6
-    assert monitor.summary["retained_mib"] * MIB == pytest.approx(max(model.retained), abs=4096)
+    # the first step also allocates what stays: cuBLAS workspaces
+    assert monitor.summary["retained_mib"] * MIB == pytest.approx(max(model.retained[3:]), abs=4096)
 
 
 def test_event_time_is_within_five_percent_of_the_wall_clock() -> None:
