@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -142,22 +143,23 @@ class AppliedPlan:
     def __exit__(self, *exc: object) -> None:
         self.undo()
 
-    def _check_labels(self) -> None:
-        """After the first forward: a label whose regions saved something and that freed nothing is a fault."""
-        rows = self.ledger.by_region()
-        for name in self._selection.labels if self._selection else ():
-            label = LABELS[name]
-            regions = [rows[region] for region, _ in label.modes if region in rows]
-            net = sum(row.freed_bytes - row.replay_input_bytes for row in regions)
-            if net <= 0 and sum(row.kept_bytes + row.discarded_bytes for row in regions):
-                if label.frees_little:
-                    _log.info("label %s frees nothing on this model: %s", name, label.remark)
-                else:
-                    warnings.warn(
-                        f"label {name!r} freed no memory in the first step ({label.remark}); `ledger.rows()` shows where",
-                        FreesNothingWarning,
-                        stacklevel=2,
-                    )
+
+def _check_labels(ledger: Ledger, labels: tuple[str, ...]) -> None:
+    """After the first forward: a label whose regions saved something and that freed nothing is a fault."""
+    rows = ledger.by_region()
+    for name in labels:
+        label = LABELS[name]
+        regions = [rows[region] for region, _ in label.modes if region in rows]
+        net = sum(row.freed_bytes - row.replay_input_bytes for row in regions)
+        if net <= 0 and sum(row.kept_bytes + row.discarded_bytes for row in regions):
+            if label.frees_little:
+                _log.info("label %s frees nothing on this model: %s", name, label.remark)
+            else:
+                warnings.warn(
+                    f"label {name!r} freed no memory in the first step ({label.remark}); `ledger.rows()` shows where",
+                    FreesNothingWarning,
+                    stacklevel=2,
+                )
 
 
 def _refuse_other_recompute(model: nn.Module, report: ModelReport) -> None:
@@ -234,7 +236,8 @@ def apply_plan(
     if report.unknown:
         _log.warning("%s", report)
     applied = AppliedPlan(report, plan, selection, session, _install(report, plan, session))
-    session.on_complete = applied._check_labels
+    # Not a method of `applied`: session -> applied -> session would keep a dropped model until the garbage collector runs.
+    session.on_complete = partial(_check_labels, session.ledger, selection.labels if selection is not None else ())
     return applied
 
 
