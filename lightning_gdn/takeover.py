@@ -99,7 +99,9 @@ class Takeover:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Takeover:
         # While a module is being copied its copy is in the memo already; a takeover copied on its own stays on its module.
-        return self._rebound(memo.get(id(self.module), self.module))
+        clone = self._rebound(memo.get(id(self.module), self.module))
+        clone._replaced = copy.deepcopy(self._replaced, memo)  # bound to the module: the copy's must be bound to the copy
+        return clone
 
     def __reduce__(self) -> Any:
         state = {key: value for key, value in self.__dict__.items() if key != "_module"}

@@ -166,6 +166,19 @@ def test_a_copy_survives_its_original() -> None:
     assert same(gradients(other), want)
 
 
+def test_a_copy_of_a_model_with_an_instance_forward_runs_the_copys(model: nn.Module) -> None:
+    layer = model.model.layers[1]
+    layer.forward = types.MethodType(type(layer).forward, layer)
+    with apply_plan(model, "full"):
+        other = copy.deepcopy(model)
+        with torch.no_grad():
+            for parameter in other.parameters():
+                parameter.mul_(1.5)
+            plain = tiny_qwen3_5()
+            plain.load_state_dict(other.state_dict())
+            assert torch.equal(other(**BATCH).logits, plain(**BATCH).logits)
+
+
 def test_a_dropped_model_is_freed_at_once() -> None:
     gc.collect()
     gc.disable()
