@@ -141,12 +141,12 @@ def _compare(argv: Sequence[str]) -> int:
     except UnlikeRecordsError as error:
         print(f"lightning-gdn: {error} The records are in {folder}", file=sys.stderr)
         return 1
-    _show(loaded, result, folder)
-    return 1 if result["problems"] else 0
+    sent = _show(loaded, result, folder)
+    return 1 if result["problems"] or not sent else 0
 
 
-def _show(loaded: Any, result: dict[str, Any], folder: Path) -> None:
-    """Table on the terminal; Markdown, picture and whatever the recipe's logger wants in the folder."""
+def _show(loaded: Any, result: dict[str, Any], folder: Path) -> bool:
+    """Table on the terminal; Markdown, picture and whatever the recipe's logger wants in the folder. False if W&B did not take it."""
     from .bench.plot import draw
     from .bench.records import read_json
     from .bench.report import caption, markdown, terminal_table, write_csv
@@ -159,13 +159,21 @@ def _show(loaded: Any, result: dict[str, Any], folder: Path) -> None:
     draw(result, folder / "comparison.png")
     if loaded.recipe.logger == "csv":
         write_csv(result, folder / "comparison.csv")
+    sent = True
     if loaded.recipe.logger == "wandb":
         from .bench.wandb_sink import publish
 
-        records = [read_json(path) for path in sorted((folder / "arms").glob("*/record.json"))]
-        ids = publish(result, records, loaded.recipe.wandb, folder)
-        console.print(f"W&B: {len(ids)} runs in group {result['name']}", markup=False, highlight=False)
+        order = [entry["arm"] for entry in result["arms"]]
+        records = [read_json(path) for path in (folder / "arms").glob("*/record.json")]
+        records.sort(key=lambda record: (record["round"], order.index(record["arm"])))
+        try:
+            ids = publish(result, records, loaded.recipe.wandb, folder)
+            console.print(f"W&B: {len(ids)} runs in group {result['name']}", markup=False, highlight=False)
+        except Exception as error:  # noqa: BLE001  whatever W&B's client raises, the comparison is done and stays
+            sent = False
+            print(f"lightning-gdn: W&B did not take the comparison: {type(error).__name__}: {error}", file=sys.stderr)
     console.print(f"written to {folder}: comparison.json, comparison.md, comparison.png, arms/*/record.json", markup=False, highlight=False)
+    return sent
 
 
 def _labels(argv: Sequence[str]) -> int:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ..labels import LABELS, OFFLOAD_LABELS, parse_arm
+from .data import BYTES
 from .judge import CONTROL
 from .recipes import Loaded
 
@@ -19,8 +20,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Prediction", "Unit", "known_labels", "model_tables", "predict", "units"]
 
-CPU_CAP = 2 * 2**30
-"""On a CPU, count at a shorter sequence rather than hold more than this many bytes."""
+CPU_CAP = 512 * 2**20
+"""On a CPU, count at a shorter sequence rather than hold more than this many bytes: each arm is one forward, and time goes with bytes."""
 PROBE_TOKENS = 128
 """Sequence length of the first, small count that tells whether the recipe's own length fits."""
 
@@ -85,7 +86,9 @@ class _Counter:
     """Counts retained bytes of units, each on real blocks with the recipe's dimensions."""
 
     def __init__(self, recipe: Recipe, device: str, batch: int) -> None:
-        self.recipe, self.device, self.batch = recipe, device, batch
+        # the embedding is no part of a block: a small one saves the time and memory of building it
+        self.recipe = replace(recipe, model=replace(recipe.model, vocab_size=BYTES))
+        self.device, self.batch = device, batch
         self.kernels: dict[str, str] = {}
         self._models: dict[tuple[str, ...], nn.Module] = {}
 
@@ -150,7 +153,7 @@ def predict(loaded: Loaded, arms: Sequence[str]) -> Prediction:
 
     A model with the recipe's dimensions, but only one block per kind and mode, runs one instrumented forward per arm at the recipe's
     batch and sequence length on the recipe's device; each block's bytes are multiplied by how often the model has it. On a CPU, where
-    that would hold more than 2 GiB, a shorter sequence is counted and scaled, and the prediction says so.
+    that would hold more than half a GiB, a shorter sequence is counted and scaled, and the prediction says so.
 
     Raises:
         ValueError: an arm of the recipe that does not fit the model (labels that no block has are reported, not raised).
@@ -186,7 +189,7 @@ def predict(loaded: Loaded, arms: Sequence[str]) -> Prediction:
         per_token = sum(counter.count(wanted, small).values()) / small
         if per_token * length > CPU_CAP:
             length = max(small, int(CPU_CAP / per_token) // 64 * 64)
-            remarks.append(f"counted at {length} of {data.seq_len} tokens per sequence (more than 2 GiB otherwise) and scaled")
+            remarks.append(f"counted at {length} of {data.seq_len} tokens per sequence (more than {CPU_CAP >> 20} MiB otherwise) and scaled")
     retained = {}
     for arm, plan in plans.items():
         all_units = units(plan)

@@ -135,7 +135,7 @@ def _from_config(config: Any) -> nn.Module:
 
 
 class _GuardedCast:
-    """Wraps the function that `nn.Module._apply` maps over tensors: marked parameters may move, but keep their type."""
+    """Wraps the function that `nn.Module._apply` maps over tensors: marked tensors may move, but keep their type."""
 
     def __init__(self, fn: Callable[[Tensor], Tensor], kept: set[int]) -> None:
         self.fn, self.kept = fn, kept
@@ -147,17 +147,19 @@ class _GuardedCast:
         return tensor.to(moved.device)
 
 
-def _fp32_parameters(module: nn.Module) -> set[int]:
-    return {id(p) for name, p in module.named_parameters() if name.rpartition(".")[2] in FP32_NAMES and p.dtype == torch.float32}
+def _fp32_tensors(module: nn.Module) -> set[int]:
+    """Decay parameters and buffers (rotary frequencies) that are float32 now: transformers keeps both so in a bfloat16 checkpoint."""
+    parameters = [p for name, p in module.named_parameters() if name.rpartition(".")[2] in FP32_NAMES]
+    return {id(tensor) for tensor in (*parameters, *module.buffers()) if tensor.dtype == torch.float32}
 
 
 @contextmanager
 def _kept_fp32(model: nn.Module, *, enabled: bool) -> Iterator[None]:
-    """Casts inside the block leave `A_log` and `dt_bias` alone."""
+    """Casts inside the block leave `A_log`, `dt_bias` and buffers alone."""
     if not enabled:
         yield
         return
-    kept, plain = _fp32_parameters(model), type(model)._apply
+    kept, plain = _fp32_tensors(model), type(model)._apply
     model._apply = lambda fn, recurse=True: plain(model, _GuardedCast(fn, kept), recurse)  # type: ignore[method-assign]
     try:
         yield
@@ -182,7 +184,7 @@ class BenchModule(L.LightningModule):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         # Lightning's bf16-true casts the whole module in its setup; released checkpoints keep A_log and dt_bias in float32
-        kept = _fp32_parameters(self) if self.recipe.model.keep_fp32 else set()
+        kept = _fp32_tensors(self) if self.recipe.model.keep_fp32 else set()
         return super()._apply(_GuardedCast(fn, kept), recurse)
 
     def configure_model(self) -> None:

@@ -63,7 +63,7 @@ class ModelConfig:
     dtype: str = "auto"
     """Type of the parameters: `auto` follows `trainer.precision` (bf16-true: bfloat16, else float32)."""
     keep_fp32: bool = True
-    """Keep `A_log` and `dt_bias` in float32 when the rest is bfloat16, as released checkpoints do: they are exponentiated."""
+    """Keep `A_log`, `dt_bias` and rotary frequencies in float32 when the rest is bfloat16, as released checkpoints do."""
     attn_implementation: str = "sdpa"
     """Attention kernel of transformers. `eager` retains batch x heads x tokens squared."""
 

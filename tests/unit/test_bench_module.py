@@ -66,6 +66,7 @@ def test_h07_bf16_true_keeps_the_decay_parameters_if_asked(tmp_path: Path, keep:
     module.to("cpu")
     assert dtypes(module, decay=False) == {torch.bfloat16}
     assert dtypes(module, decay=True) == {torch.float32 if keep else torch.bfloat16}
+    assert {b.dtype for b in module.buffers()} == {torch.float32 if keep else torch.bfloat16}, "rotary frequencies"
     exact = build_model(recipe_of(tmp_path)).model.layers[0].linear_attn.A_log
     assert module.model is not None
     assert torch.equal(module.model.model.layers[0].linear_attn.A_log, exact) is keep, "kept means never rounded"

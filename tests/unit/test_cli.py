@@ -132,3 +132,36 @@ def test_the_module_is_the_command(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "'extra'" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_comparison_outlives_wandb(broken: bool, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lightning_gdn.bench import compare as compare_module
+    from lightning_gdn.bench import wandb_sink
+    from lightning_gdn.bench.records import write_json
+    from tests.unit.bench_support import record
+
+    seen: list[str] = []
+
+    def publish(result: object, records: list[dict[str, object]], *_: object) -> list[str]:
+        if broken:
+            raise ConnectionError("no network")
+        seen.extend(f"{r['arm']}-{r['round']}" for r in records)
+        return ["id"] * (len(records) + 1)
+
+    def launch(recipe_file: Path, arm: str, index: int, out: Path, progress: object) -> int:
+        write_json(out, record(arm, index))
+        return 0
+
+    monkeypatch.setattr(wandb_sink, "publish", publish)
+    monkeypatch.setattr(compare_module, "_launch", lambda loaded: launch)
+    code = main(["compare", str(tiny_recipe(tmp_path)), "--arms", "full", "--rounds", "2", "--out", "cmp", "logger=wandb"])
+    captured = capsys.readouterr()
+    assert (tmp_path / "cmp" / "comparison.png").exists()
+    if broken:
+        assert code == 1
+        assert "W&B did not take the comparison: ConnectionError: no network" in captured.err
+    else:
+        assert code == 0
+        assert seen == ["none-0", "full-0", "none-1", "full-1"]
+        assert "W&B: 5 runs in group cmp" in captured.out
