@@ -145,14 +145,14 @@ class BlockTakeover(Takeover):
     @torch.compiler.disable
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module, session = self.module, self.session
+        x: Tensor = args[0] if args else kwargs["hidden_states"]
         if not torch.is_grad_enabled():
-            return self.untouched(module, *args, **kwargs)
+            return self._as_it_is(module, x.device, args, kwargs)
         probe = session.ledger.probe(self.name, module) if session.ledger.pending else None
         if probe is None and not self._modes:
-            return self.untouched(module, *args, **kwargs)
+            return self._as_it_is(module, x.device, args, kwargs)
         if not self._may_run(module):
-            return self.untouched(module, *args, **kwargs)
-        x: Tensor = args[0] if args else kwargs["hidden_states"]
+            return self._as_it_is(module, x.device, args, kwargs)
         handed_on: Carry | None = x.__dict__.pop(_CARRY, None) if self._continues else None
         if probe is not None and self._adapter is not None:
             session.kernels.update(self._adapter.kernels(module, x.device))
@@ -164,6 +164,12 @@ class BlockTakeover(Takeover):
         if probe is not None and session.on_complete is not None and session.ledger.complete:
             session.on_complete()
         return out
+
+    def _as_it_is(self, module: nn.Module, device: torch.device, args: Any, kwargs: Any) -> Any:
+        if self._adapter is None or self._adapter.own_forward_runs(module, device):
+            return self.untouched(module, *args, **kwargs)
+        with Tape({}, device) as tape:  # nothing in it opens hooks
+            return self._run(module, tape, *args, **kwargs)
 
     def _may_run(self, module: nn.Module) -> bool:
         if getattr(module, "gradient_checkpointing", False) and module.training:

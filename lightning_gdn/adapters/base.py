@@ -48,6 +48,10 @@ class Adapter(ABC):
     def kernels(self, block: nn.Module, device: torch.device) -> dict[str, str]:
         """Region -> name of the kernel that runs in it on this device, for regions where there is a choice."""
 
+    def own_forward_runs(self, block: nn.Module, device: torch.device) -> bool:
+        """Whether the block class's own forward would run the same kernels on this device; False where what it calls would fail."""
+        return True
+
 
 def adapters_for() -> list[Adapter]:
     """Adapters of the families whose modeling modules are imported in this process."""

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.activations import SiLUActivation
 
-from ..kernels import describe, flash_l2norm, is_flash_linear_attention, stock_function, torch_function
+from ..kernels import bound_function, describe, flash_l2norm, is_flash_linear_attention, stock_function, torch_function
 from ..regions import ATTENTION, GDN, BlockLayout
 from ..tape import RegionFn, Tape
 from .base import Adapter
@@ -293,6 +293,12 @@ class Qwen3_5Adapter(Adapter):
             "delta_rule": describe(_kernel(_RULE, device)),
             "norm_out": f"{'torch' if norm is modeling.Qwen3_5RMSNormGated else norm.__module__}.{norm.__name__}",
         }
+
+    def own_forward_runs(self, block: Any, device: torch.device) -> bool:
+        """See `Adapter.own_forward_runs`: on CPU only if the layer's functions are not bound to a GPU package's."""
+        if device.type != "cpu" or not hasattr(block, "linear_attn"):
+            return True
+        return all(bound_function(getattr(modeling, name)) is _kernel(name, device) for name in (_CONV, _RULE))
 
 
 def _block_forward(
