@@ -1,0 +1,186 @@
+"""Labels and arms: what is accepted, and what is said about the rest."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from lightning_gdn.labels import LABELS, OFFLOAD_LABELS, FullRecompute, Selection, UnavailableLabelError, advice, parse_arm, select
+from lightning_gdn.regions import REGIONS, BlockLayout, Mode, stronger
+
+
+@pytest.mark.parametrize(
+    ("wrong", "nearest"),
+    [
+        ("gdn_inproj_conv", "gdn_in_proj_conv"),
+        ("gdn-norm-out", "gdn_norm_out"),
+        ("LayerNorm", "layernorm"),
+        ("layer_norm", "layernorm"),
+        ("mpl", "mlp"),
+        ("ful", "full"),
+        ("core_attention", "core_attn"),
+    ],
+)
+def test_h02_a_misspelt_label_names_the_nearest_and_all_others(wrong: str, nearest: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"unknown label {wrong!r} (did you mean {nearest!r}?)")) as error:
+        select([wrong])
+    assert all(name in str(error.value) for name in (*LABELS, "full", "none"))
+    assert not isinstance(error.value, UnavailableLabelError)
+
+
+def test_a_label_like_no_other_gets_the_list_without_a_guess() -> None:
+    with pytest.raises(ValueError, match="Valid labels") as error:
+        select(["zzz"])
+    assert "did you mean" not in str(error.value)
+
+
+def test_h02_duplicates_collapse_and_order_is_kept() -> None:
+    assert select(["layernorm", "gdn_conv", "layernorm"]).labels == ("layernorm", "gdn_conv")
+    assert parse_arm("mlp+mlp") == select("mlp")
+
+
+def test_h02_a_bare_string_is_one_label_or_an_arm() -> None:
+    assert select("gdn_conv") == select(["gdn_conv"]) == select(("gdn_conv",))
+    assert select("gdn_conv + layernorm") == select(["gdn_conv", "layernorm"])
+
+
+@pytest.mark.parametrize("control", [[], (), "none", ["none"]])
+def test_h02_the_control(control: Any) -> None:
+    assert select(control).is_control
+    assert str(select(control)) == "none"
+
+
+@pytest.mark.parametrize("wrong", [["none", "mlp"], "none+mlp", "mlp+none"])
+def test_the_control_stands_alone(wrong: Any) -> None:
+    with pytest.raises(ValueError, match="cannot be combined"):
+        select(wrong)
+
+
+@pytest.mark.parametrize("wrong", [3, None, {"mlp"}, {"mlp": True}, [1], ["mlp", None], b"mlp", [["mlp"]]])
+def test_a_wrong_type_is_named(wrong: Any) -> None:
+    with pytest.raises(ValueError, match="expected a label or a list of labels, got"):
+        select(wrong)
+
+
+def test_auto_says_that_it_needs_the_planner() -> None:
+    with pytest.raises(UnavailableLabelError, match="planner"):
+        select("auto")
+    with pytest.raises(UnavailableLabelError, match="planner"):
+        select(["gdn_conv", "auto"])
+
+
+@pytest.mark.parametrize("name", OFFLOAD_LABELS)
+@pytest.mark.parametrize("way", ["argument", "string", "arm", "fraction"])
+def test_offload_labels_say_that_they_need_the_engine(name: str, way: str) -> None:
+    asked: dict[str, Any] = {
+        "argument": {"offload": [name]},
+        "string": {"offload": name},
+        "arm": {"recompute": f"mlp+offload:{name}"},
+        "fraction": {"recompute": [f"offload:{name}@0.5"]},
+    }[way]
+    with pytest.raises(UnavailableLabelError, match="offload engine") as error:
+        select(**asked)
+    assert repr(name) in str(error.value)
+
+
+def test_an_unknown_offload_label_is_a_typo_not_a_missing_part() -> None:
+    with pytest.raises(ValueError, match="did you mean 'gdn_core_attn'") as error:
+        select(offload=["gdn_coreattn"])
+    assert not isinstance(error.value, UnavailableLabelError)
+
+
+def test_an_offload_label_among_the_recompute_labels_says_where_it_belongs() -> None:
+    with pytest.raises(ValueError, match=r"pass it as offload=\['block_input'\]"):
+        select(["block_input"])
+
+
+@pytest.mark.parametrize(
+    ("text", "full"),
+    [
+        ("full", FullRecompute()),
+        ("full:uniform", FullRecompute()),
+        ("full:uniform:2", FullRecompute(num_layers=2)),
+        ("full:block", FullRecompute(method="block")),
+        ("full:block:6", FullRecompute(method="block", num_layers=6)),
+    ],
+)
+def test_full_in_every_spelling(text: str, full: FullRecompute) -> None:
+    assert parse_arm(text).full == full
+    assert parse_arm(str(full)).full == full
+    assert parse_arm(f"mlp+{text}") == Selection(labels=("mlp",), full=full)
+
+
+@pytest.mark.parametrize(
+    "text", ["full:", "full:block:", "full:block:0", "full:block:-1", "full:block:two", "full:blok:2", "full:block:2:3", "full:2"]
+)
+def test_full_misspelt(text: str) -> None:
+    with pytest.raises(ValueError, match="full"):
+        parse_arm(text)
+
+
+def test_a_misspelt_method_gets_a_suggestion() -> None:
+    with pytest.raises(ValueError, match="did you mean 'block'"):
+        select("full", method="blok")
+
+
+def test_full_by_arguments() -> None:
+    assert select("full", method="block", num_layers=2) == select("full:block:2")
+    assert select(["full", "mlp"], num_layers=3) == select("mlp+full:uniform:3")
+    with pytest.raises(ValueError, match="only apply to 'full'"):
+        select("mlp", num_layers=2)
+    with pytest.raises(ValueError, match="not both"):
+        select("full:block:2", num_layers=2)
+    with pytest.raises(ValueError, match="twice"):
+        select("full+full:block:2")
+    for wrong in (0, -1, 1.5, "2", True):
+        with pytest.raises(ValueError, match="positive integer"):
+            select("full", num_layers=wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("text", ["", "  ", "+", "mlp+", "+mlp", "mlp++layernorm"])
+def test_an_empty_arm_or_part_is_an_error(text: str) -> None:
+    with pytest.raises(ValueError):
+        parse_arm(text)
+
+
+def test_arms_survive_a_round_trip() -> None:
+    for text in ("none", "gdn_conv+gdn_norm_out+layernorm", "mlp+full:block:2", *LABELS):
+        assert str(parse_arm(text)) == text
+        assert parse_arm(str(parse_arm(text))) == parse_arm(text)
+
+
+def test_every_label_stands_for_known_regions() -> None:
+    for label in LABELS.values():
+        assert label.remark
+        assert {region for region, _ in label.modes} <= set(REGIONS)
+        assert all(mode in (Mode.RECOMPUTE, Mode.RECOMPUTE_INSIDE) for _, mode in label.modes)
+
+
+def test_advice_names_a_known_cheaper_plan() -> None:
+    for name in LABELS:
+        for line in advice(select(name)):
+            assert line.startswith(f"{name}: ")
+            parse_arm(line.split()[1])
+    assert advice(select("gdn_conv")) == []
+    assert len(advice(select("gdn_in_proj_conv+gdn_in_proj"))) == 2
+
+
+def test_the_union_of_two_modes() -> None:
+    order = [Mode.KEEP, Mode.RECOMPUTE_INSIDE, Mode.OFFLOAD, Mode.RECOMPUTE]
+    for i, a in enumerate(order):
+        for j, b in enumerate(order):
+            assert stronger(a, b) is order[max(i, j)]
+
+
+def test_a_layout_with_an_unknown_region_is_refused() -> None:
+    with pytest.raises(ValueError, match="unknown regions"):
+        BlockLayout(name="x", kind="gdn", regions=("conv", "convolution"))
+
+
+def test_labels_need_no_torch() -> None:
+    code = "import sys, lightning_gdn.labels, lightning_gdn.plan, lightning_gdn.regions; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,119 @@
+"""Plans: labels against the blocks of a model."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+
+from lightning_gdn.labels import LABELS, select
+from lightning_gdn.plan import BlockPlan, Plan
+from lightning_gdn.regions import ATTENTION, GDN, BlockLayout, Mode
+
+GDN_REGIONS = ("input_norm", "in_proj", "conv", "prep", "gates", "delta_rule", "norm_out", "out_proj", "mixer_residual", "post_norm")
+ATTENTION_REGIONS = ("input_norm", "qkv", "core_attn", "attn_out", "mixer_residual", "post_norm")
+DENSE = ("gate_up", "act", "down", "ffn_residual")
+LAYOUTS = [
+    BlockLayout(name=f"layers.{i}", kind=ATTENTION if i == 3 else GDN, regions=(*(ATTENTION_REGIONS if i == 3 else GDN_REGIONS), *DENSE))
+    for i in range(5)
+]
+
+
+def plan(*labels: str) -> Plan:
+    return Plan.from_labels(select(list(labels)), LAYOUTS)
+
+
+def modes(block: BlockPlan) -> dict[str, str]:
+    return {region: str(mode) for region, mode in block.modes if mode is not Mode.KEEP}
+
+
+@pytest.mark.parametrize(
+    ("label", "expected"),
+    [
+        ("gdn_in_proj", "in_proj: inside"),
+        ("gdn_in_proj_split", "in_proj: inside"),
+        ("gdn_in_proj_conv", "in_proj: both, conv: inside"),
+        ("gdn_in_proj_conv_prep", "in_proj: both, conv: both, prep: inside"),
+        ("gdn_conv", "conv: both, prep: both"),
+        ("gdn_front", "in_proj: both, conv: both, prep: both, gates: both"),
+        ("gdn_norm_out", "norm_out: both"),
+        ("gdn_gated_delta_rule", "delta_rule: inside"),
+        ("gdn", "in_proj: both, conv: both, prep: both, gates: both, delta_rule: both, norm_out: both, out_proj: inside"),
+        ("layernorm", "input_norm: both, post_norm: both"),
+        ("mlp", "gate_up: both, act: both, down: inside"),
+    ],
+)
+def test_what_labels_stand_for(label: str, expected: str) -> None:
+    """The table of the design, on a GDN block."""
+    words = {"both": "recompute", "inside": "recompute_inside"}
+    wanted = dict(part.split(": ") for part in expected.split(", "))
+    assert modes(plan(label).blocks[0]) == {region: words[word] for region, word in wanted.items()}
+
+
+def test_labels_apply_where_a_block_has_the_region() -> None:
+    made = plan("gdn_conv", "core_attn", "layernorm")
+    assert made.counts() == {
+        "input_norm: recompute": 5,
+        "conv: recompute": 4,
+        "prep: recompute": 4,
+        "post_norm: recompute": 5,
+        "core_attn: recompute_inside": 1,
+    }
+    assert modes(made.blocks[3]) == {"input_norm": "recompute", "core_attn": "recompute_inside", "post_norm": "recompute"}
+
+
+@pytest.mark.parametrize("label", ["moe", "moe_act", "shared_experts", "mla_up_proj"])
+def test_a_label_that_no_block_has_is_an_error_with_those_that_are_there(label: str) -> None:
+    with pytest.raises(ValueError, match=f"label '{label}': none of the model's 5 blocks") as error:
+        plan(label)
+    assert "gdn_in_proj_conv" in str(error.value)
+    assert "moe_act" not in str(error.value).partition("Labels this model has")[2]
+
+
+def test_h02_the_union_takes_the_stronger_mode() -> None:
+    assert plan("gdn_in_proj", "gdn_front").blocks[0].mode("in_proj") is Mode.RECOMPUTE
+    assert plan("gdn_in_proj_conv", "gdn_conv").blocks[0].mode("conv") is Mode.RECOMPUTE
+    assert plan("gdn_conv", "gdn_in_proj_conv").blocks == plan("gdn_in_proj_conv", "gdn_conv").blocks
+    assert plan("gdn_gated_delta_rule", "gdn").blocks == plan("gdn").blocks, "a part of the whole mixer adds nothing"
+
+
+def test_full_supersedes_labels_on_the_blocks_it_covers() -> None:
+    made = plan("mlp", "full:block:2")
+    assert all(mode is Mode.RECOMPUTE for block in made.blocks[:2] for _, mode in block.modes)
+    assert [modes(block) for block in made.blocks[2:]] == [{"gate_up": "recompute", "act": "recompute", "down": "recompute_inside"}] * 3
+
+
+def test_full_by_chunks() -> None:
+    assert [block.carry for block in plan("full").blocks] == [False] * 5
+    assert [block.carry for block in plan("full:uniform:2").blocks] == [True, False, True, False, False]
+    assert [block.carry for block in plan("full:uniform:3").blocks] == [True, True, False, True, False]
+    assert [block.carry for block in plan("full:uniform:99").blocks] == [True] * 4 + [False]
+    assert [block.is_keep for block in plan("full:block:2").blocks] == [False] * 2 + [True] * 3
+    assert plan("full:block").blocks == plan("full").blocks
+    with pytest.raises(ValueError, match="at most the number of blocks, got 6, the model has 5"):
+        plan("full:block:6")
+
+
+def test_the_control_keeps_everything() -> None:
+    assert plan() == Plan.keep(LAYOUTS)
+    assert plan().is_control
+    assert not plan("mlp").is_control
+    assert "every region kept" in str(plan())
+
+
+@pytest.mark.parametrize("labels", [(), ("gdn_conv",), ("mlp", "full:block:2"), ("full:uniform:2",), ("gdn", "layernorm")])
+def test_json_and_equality(labels: tuple[str, ...]) -> None:
+    made = plan(*labels)
+    assert Plan.from_json(made.to_json()) == made == plan(*labels)
+    assert hash(Plan.from_json(made.to_json())) == hash(made)
+    assert Plan.from_json(json.dumps(json.loads(made.to_json()))) == made
+    assert made.source in str(made)
+
+
+def test_plans_differ_by_value_and_cannot_be_edited() -> None:
+    assert len({plan(name) for name in LABELS if name not in ("moe", "moe_act", "shared_experts", "mla_up_proj")}) == 12
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        plan().source = "x"  # type: ignore[misc]
+    with pytest.raises(KeyError):
+        plan().blocks[3].mode("conv")
