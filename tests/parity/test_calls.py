@@ -112,9 +112,7 @@ def test_h05_no_grad_passes_replay_nothing(counted: CountedStep) -> None:
     with apply_plan(counted.model, "full") as applied:
         for context in (torch.no_grad(), torch.inference_mode()):
             with context:
-                got = counted(backward=False)
-            # The blocks' own forwards ran, so the adapter's kernels were not asked for.
-            assert got == ONCE | {"conv": 0, "delta_rule": 0}
+                assert counted(backward=False) == ONCE
         assert applied.ledger.retained_bytes is None, "a pass without gradients must not use up the ledger's step"
 
 
