@@ -223,9 +223,7 @@ def open_step(**modes: Mode) -> tuple[Owner, Tensor, Tensor, Tensor]:
     return owner, hidden, middle, out
 
 
-@pytest.mark.parametrize(
-    "modes", [{}, {"in_proj": Mode.RECOMPUTE}, {"in_proj": Mode.RECOMPUTE, "conv": Mode.RECOMPUTE}, {"out_proj": Mode.RECOMPUTE}]
-)
+@pytest.mark.parametrize("regions", [(), ("in_proj",), ("in_proj", "conv"), ("out_proj",)])
 def test_in_place_edits_raise_pytorchs_error(regions: tuple[str, ...]) -> None:
     modes = dict.fromkeys(regions, Mode.RECOMPUTE)
     usual = "modified by an inplace operation"
