@@ -6,6 +6,7 @@ import copy
 import functools
 import gc
 import io
+import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator
@@ -273,6 +274,49 @@ def test_forward_hooks_of_blocks_and_mixers_still_fire(model: nn.Module) -> None
     with apply_plan(model, "full"):
         gradients(model)
     assert seen == want
+
+
+@pytest.mark.parametrize("change", [lambda out: out.clone(), lambda out: out.mul_(1.5), lambda out: out + 1], ids=["clone", "in-place", "new"])
+@pytest.mark.parametrize("plan", ["full", "full:uniform:2", "full:uniform:4", "gdn_conv+layernorm+mlp"])
+def test_a_hook_that_changes_a_blocks_output(model: nn.Module, plan: str, change: Callable[[Tensor], Tensor]) -> None:
+    """Between two blocks of a chunk anything may happen to the hidden states: the chunk ends there, or the replay gets what was there."""
+    for layer in (model.model.layers[0], model.model.layers[2]):
+        layer.register_forward_hook(lambda module, args, out: change(out))
+    want = gradients(model)
+    with apply_plan(model, plan):
+        assert same(gradients(model), want)
+        assert same(gradients(model), want)
+
+
+@pytest.mark.parametrize("plan", ["full", "full:uniform:2", "gdn_conv+layernorm"])
+def test_one_block_at_two_places(model: nn.Module, plan: str) -> None:
+    model.model.layers[1] = model.model.layers[0]
+    want = gradients(model)
+    with apply_plan(model, plan) as applied:
+        assert len(applied.blocks) == 3
+        assert same(gradients(model), want)
+        assert same(gradients(model), want)
+    assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+def test_two_threads_train_two_models() -> None:
+    models = [tiny_qwen3_5(seed=seed) for seed in range(2)]
+    want = [gradients(model) for model in models]
+    got: dict[int, dict[str, Tensor | None]] = {}
+    for model in models:
+        apply_plan(model, "full")
+
+    def train(index: int) -> None:
+        for _ in range(3):
+            got[index] = gradients(models[index])
+
+    threads = [threading.Thread(target=train, args=(index,)) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert same(got[0], want[0])
+    assert same(got[1], want[1])
 
 
 def test_hidden_states_and_attentions_are_those_of_the_plain_model() -> None:

@@ -1,0 +1,163 @@
+"""Replays: how many, from what, in which state, and how long their results live."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from lightning_gdn.regions import Mode
+from lightning_gdn.replay import RegionFn, RngState, in_replay, is_parameter
+from lightning_gdn.tape import Tape
+
+CPU = torch.device("cpu")
+N = 32
+
+
+class Owner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(N, N)
+        self.dropout = nn.Dropout(0.5)
+
+
+class Recorder:
+    """Makes regions that write down their calls."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.made: list[StorageWeakRef] = []
+
+    def region(self, name: str, **fields: Any) -> RegionFn:
+        def call(owner: nn.Module, x: Tensor) -> Tensor:
+            self.calls.append(f"{name}{' again' if in_replay() else ''}")
+            y = x.exp()
+            self.made.append(StorageWeakRef(y.untyped_storage()))
+            return (y * y.sin()).tanh()
+
+        return RegionFn(name=name, call=call, **fields)
+
+
+@pytest.fixture
+def recorder() -> Recorder:
+    return Recorder()
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def chain(recorder: Recorder, **modes: Mode) -> tuple[Tensor, Tensor]:
+    x = torch.randn(N, N, requires_grad=True)
+    y = x
+    with Tape(modes, CPU) as tape:
+        for name in ("in_proj", "conv", "prep"):
+            y = tape.run(recorder.region(name), Owner(), y)
+    return x, y
+
+
+def test_each_region_is_replayed_once_and_in_the_order_of_need(recorder: Recorder) -> None:
+    _, y = chain(recorder, in_proj=Mode.RECOMPUTE, conv=Mode.RECOMPUTE, prep=Mode.RECOMPUTE)
+    y.sum().backward()
+    assert recorder.calls == ["in_proj", "conv", "prep", "in_proj again", "conv again", "prep again"]
+
+
+def test_a_kept_region_between_two_replayed_ones_is_a_source(recorder: Recorder) -> None:
+    _, y = chain(recorder, in_proj=Mode.RECOMPUTE, prep=Mode.RECOMPUTE)
+    y.sum().backward()
+    assert recorder.calls[3:] == ["prep again", "in_proj again"], "conv's output is prep's input: it stays, and conv is not replayed"
+
+
+def test_a_checkpoint_like_mode_stops_the_chain(recorder: Recorder) -> None:
+    _, y = chain(recorder, in_proj=Mode.RECOMPUTE_INSIDE, conv=Mode.RECOMPUTE_INSIDE)
+    y.sum().backward()
+    assert recorder.calls[3:] == ["conv again", "in_proj again"]
+
+
+def test_a_backward_that_does_not_reach_a_region_does_not_replay_it(recorder: Recorder) -> None:
+    first, second, third = (recorder.region(name) for name in ("in_proj", "conv", "prep"))
+    x = torch.randn(N, N, requires_grad=True)
+    with Tape({"in_proj": Mode.RECOMPUTE, "conv": Mode.RECOMPUTE_INSIDE, "prep": Mode.RECOMPUTE_INSIDE}, CPU) as tape:
+        h = tape.run(first, Owner(), x)
+        a, b = tape.run(second, Owner(), h.detach().requires_grad_()), tape.run(third, Owner(), x)
+    recorder.calls.clear()
+    b.sum().backward()
+    assert recorder.calls == ["prep again"]
+    a.sum().backward()
+    assert recorder.calls == ["prep again", "in_proj again", "conv again"], "a detached output is the same memory, so it was let go too"
+
+
+@pytest.mark.usefixtures("no_collector")
+def test_what_a_replay_made_is_gone_after_backward(recorder: Recorder) -> None:
+    x, y = chain(recorder, in_proj=Mode.RECOMPUTE, conv=Mode.RECOMPUTE, prep=Mode.RECOMPUTE)
+    assert all(reference.expired() for reference in recorder.made)
+    y.sum().backward(retain_graph=True)
+    assert len(recorder.made) == 6
+    assert all(reference.expired() for reference in recorder.made)
+    first = x.grad.clone()
+    y.sum().backward()
+    assert torch.equal(x.grad, first * 2)
+    assert len(recorder.made) == 9
+
+
+def test_frozen_regions_take_nothing_and_are_not_replayed(recorder: Recorder) -> None:
+    x = torch.randn(N, N)
+    with Tape({"in_proj": Mode.RECOMPUTE, "conv": Mode.RECOMPUTE}, CPU) as tape:
+        y = tape.run(recorder.region("in_proj"), Owner(), x)
+        held = StorageWeakRef(y.untyped_storage())
+        z = tape.run(recorder.region("conv"), Owner(), y)
+        del y
+    assert held.expired(), "inputs are not held for a replay that cannot come"
+    assert not z.requires_grad
+    assert recorder.calls == ["in_proj", "conv"]
+
+
+def test_a_module_that_may_draw_makes_the_region_remember_the_random_state() -> None:
+    owner = Owner()
+    drops = RegionFn(name="act", call=lambda owner, x: owner.dropout(x), modules=("dropout",))
+    pure = RegionFn(name="down", call=lambda owner, x: owner.linear(x), modules=("linear",))
+    assert drops.can_draw(owner)
+    assert not pure.can_draw(owner)
+    owner.linear.register_forward_hook(lambda module, args, out: torch.rand_like(out))
+    assert pure.can_draw(owner), "a hook may draw"
+    asked = RegionFn(name="core_attn", call=lambda owner, x: x, draws=lambda owner: owner.training)
+    assert asked.can_draw(owner)
+    assert not asked.can_draw(owner.eval())
+
+
+def test_random_state_goes_back_and_forth() -> None:
+    state = RngState(CPU)
+    first = torch.rand(3)
+    state.restore()
+    assert torch.equal(torch.rand(3), first)
+
+
+def test_parameters_and_their_views_are_told_from_activations() -> None:
+    linear, conv = nn.Linear(N, N), nn.Conv1d(4, 4, 3, groups=4)
+    for tensor in (linear.weight, linear.weight.t(), conv.weight.squeeze(1), linear.weight[:3].t(), linear.bias.view(4, -1)):
+        assert is_parameter(tensor)
+    with torch.no_grad():
+        assert is_parameter(linear.weight.t())
+    linear.requires_grad_(False)
+    assert is_parameter(linear.weight.t())
+    for tensor in (torch.ones(3), linear.weight * 1, linear.weight.bfloat16(), linear.weight.detach().clone(), torch.ones(3, requires_grad=True)):
+        assert not is_parameter(tensor)
+
+
+def test_versions_see_every_parameter_a_region_reads() -> None:
+    owner = Owner()
+    owner.linear = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)))
+    fn = RegionFn(name="in_proj", call=lambda owner, x: owner.linear(x), modules=("linear",))
+    before = fn.versions(owner)
+    with torch.no_grad():
+        owner.linear[1][0].bias.add_(1)
+    assert fn.versions(owner) != before
