@@ -70,17 +70,29 @@ class RegionFn:
         return False
 
     def versions(self, owner: nn.Module) -> int:
-        """Sum of the version counters of every parameter a replay reads."""
+        """Sum of the version counters of every parameter and buffer a replay reads.
+
+        A module that edits a buffer in its forward (spectral norm, batch norm) would do so again in a replay, from a later state: the sum,
+        taken before the forward, has then changed, and the replay is refused.
+        """
         total = 0
         for name in self.params:
-            total += owner._parameters[name]._version  # type: ignore[union-attr]
+            parameter = owner._parameters.get(name)
+            total += parameter._version if parameter is not None else _all_versions(owner)  # a parametrized one is no parameter
         for name in self.modules:
             module = owner._modules[name]
             assert module is not None
-            for parameter in module.parameters() if module._modules else module._parameters.values():
+            if module._modules or module._buffers:
+                total += _all_versions(module)
+                continue
+            for parameter in module._parameters.values():
                 if parameter is not None:
                     total += parameter._version
         return total
+
+
+def _all_versions(module: nn.Module) -> int:
+    return sum(tensor._version for tensors in (module.parameters(), module.buffers()) for tensor in tensors)
 
 
 class Slot:
@@ -190,8 +202,8 @@ class Region:
             raise RuntimeError(f"region {self.fn.name!r}: nothing is left to replay from (lightning_gdn tape; please report this)")
         now = self.fn.versions(self.owner)
         if now != self.versions:
-            hint = f"A parameter of region {self.fn.name!r} was edited in place between forward and backward, so it cannot be replayed."
-            raise RuntimeError(_MODIFIED.format(what="a parameter", now=now, then=self.versions, hint=hint))
+            hint = f"A parameter or buffer of region {self.fn.name!r} was edited in place in or after the forward, so the region cannot be replayed."
+            raise RuntimeError(_MODIFIED.format(what="a parameter or buffer", now=now, then=self.versions, hint=hint))
         inputs = []
         for arg, requires in zip(args, self.grads, strict=True):
             if type(arg) is Slot:

@@ -161,3 +161,46 @@ def test_versions_see_every_parameter_a_region_reads() -> None:
     with torch.no_grad():
         owner.linear[1][0].bias.add_(1)
     assert fn.versions(owner) != before
+
+
+def test_a_module_that_edits_a_buffer_in_its_forward_is_refused() -> None:
+    """A replay would edit it again, and compute from a later state: spectral norm, batch norm."""
+    for module in (nn.utils.parametrizations.spectral_norm(nn.Linear(N, N)), nn.BatchNorm1d(N)):
+        owner = Owner()
+        owner.linear = module
+        fn = RegionFn(name="gate_up", call=lambda owner, x: owner.linear(x).exp().sin(), modules=("linear",))
+        with Tape({"gate_up": Mode.RECOMPUTE}, CPU) as tape:
+            out = tape.run(fn, owner, torch.randn(N, N, requires_grad=True))
+        with pytest.raises(RuntimeError, match=r"(?s)modified by an inplace operation.*'gate_up'"):
+            out.sum().backward()
+        owner.eval()  # then it edits nothing
+        x = torch.randn(N, N, requires_grad=True)
+        with Tape({"gate_up": Mode.RECOMPUTE}, CPU) as tape:
+            out = tape.run(fn, owner, x)
+        out.sum().backward()
+        again = x.detach().clone().requires_grad_()
+        owner.linear(again).exp().sin().sum().backward()
+        assert torch.equal(x.grad, again.grad)
+
+
+def test_a_parametrized_parameter() -> None:
+    """Then the owner has an attribute of that name, and no parameter."""
+    owner = Owner()
+    owner.scale = nn.Parameter(torch.ones(N))
+    nn.utils.parametrize.register_parametrization(owner, "scale", nn.Tanh())
+    fn = RegionFn(name="gates", call=lambda owner, x: (x * owner.scale).exp().sin(), params=("scale",))
+    x = torch.randn(N, N, requires_grad=True)
+    with Tape({"gates": Mode.RECOMPUTE}, CPU) as tape:
+        out = tape.run(fn, owner, x)
+    out.sum().backward()
+    got = [x.grad, owner.parametrizations.scale.original.grad]
+    x.grad = owner.parametrizations.scale.original.grad = None
+    fn.call(owner, x).sum().backward()
+    assert torch.equal(got[0], x.grad)
+    assert torch.equal(got[1], owner.parametrizations.scale.original.grad)
+    with Tape({"gates": Mode.RECOMPUTE}, CPU) as tape:
+        out = tape.run(fn, owner, x)
+    with torch.no_grad():
+        owner.parametrizations.scale.original.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
