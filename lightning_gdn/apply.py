@@ -56,11 +56,13 @@ class ModelReport:
         """Layouts of the known blocks, in the order of the forward."""
         return tuple(block.layout for block in self.blocks)
 
-    def __str__(self) -> str:
+    def describe(self, *, taken_over: bool) -> str:
+        """For instance `GDN blocks: 18 of 24 layers, 18 taken over`."""
         gdn = sum(layout.kind == GDN for layout in self.layouts)
-        text = f"GDN blocks: {gdn} of {len(self.blocks)} layers, {gdn} taken over"
+        text = f"GDN blocks: {gdn} of {len(self.blocks)} layers, {gdn if taken_over else 0} taken over"
         if self.unknown:
-            text += f"; {len(self.unknown)} modules that look like Gated DeltaNet are of no known family and stay untouched: {', '.join(self.unknown[:3])}"
+            names = ", ".join(self.unknown[:3])
+            text += f"; {len(self.unknown)} modules that look like Gated DeltaNet are of no known family and stay untouched: {names}"
         return text
 
 
@@ -91,7 +93,10 @@ class AppliedPlan:
         """The plan in force."""
         self.blocks = report.layouts
         """Layouts of the blocks that were found."""
-        self._report, self._selection, self._session = report, selection, session
+        self._found = report.describe(taken_over=bool(takeovers))
+        self._example = next((block for block in report.blocks if block.layout.kind == GDN), None)
+        self._labels = selection.labels if selection is not None else ()
+        self._session = session
         self._takeovers = list(takeovers)
 
     @property
@@ -102,7 +107,7 @@ class AppliedPlan:
     @property
     def kernels(self) -> dict[str, str]:
         """Region -> kernel that really ran; filled by the first forward."""
-        return self._session.kernels
+        return self.ledger.kernels
 
     @property
     def installed(self) -> bool:
@@ -111,7 +116,7 @@ class AppliedPlan:
 
     def describe(self) -> str:
         """Blocks, plan and kernels, a line each."""
-        lines = [str(self._report), str(self.plan)]
+        lines = [self._found, str(self.plan)]
         if self.plan.is_control:
             lines.append("nothing is installed: the model runs untouched")
         if self.kernels:
@@ -120,7 +125,7 @@ class AppliedPlan:
 
     def kernel_problems(self, device: torch.device) -> list[str]:
         """What is wrong with the kernels that will run on `device`: a slow fallback, or a backward that will be refused."""
-        found = next((block for block in self._report.blocks if block.layout.kind == GDN), None)
+        found = self._example
         if found is None or device.type != "cuda":
             return []
         rule = found.adapter.kernels(found.module, device).get("delta_rule", "")
@@ -134,6 +139,8 @@ class AppliedPlan:
 
     def undo(self) -> None:
         """Put every forward back. Calling it again does nothing."""
+        self._session.end()  # also for copies of the model made meanwhile, which this cannot reach
+        self._example = None  # what is read after a fit (plan, ledger, kernels) must not keep the model alive
         while self._takeovers:
             self._takeovers.pop().remove()
 
@@ -180,8 +187,19 @@ def _refuse_other_recompute(model: nn.Module, report: ModelReport) -> None:
 
 def _refuse_second_plan(report: ModelReport) -> None:
     for found in report.blocks:
-        if any(isinstance(value, Takeover) for value in found.module.__dict__.values()):
+        own = next((value for value in found.module.__dict__.values() if isinstance(value, BlockTakeover)), None)
+        if own is not None and own.session.ended:  # a copy made while a plan was in force, which undo() could not reach
+            for module in found.module.modules():
+                for value in [v for v in module.__dict__.values() if isinstance(v, Takeover)]:
+                    value.remove()
+        elif own is not None:
             raise RuntimeError(f"block {found.layout.name!r} is under another plan already; call undo() on what apply_plan returned first")
+
+
+def _is_compiled(model: nn.Module) -> bool:
+    if getattr(model, "_compiler_ctx", None) is not None:  # a LightningModule from torch.compile
+        return True
+    return any(type(m).__name__ == "OptimizedModule" or m._compiled_call_impl is not None for m in model.modules())
 
 
 def _no_blocks(model: nn.Module, report: ModelReport) -> ValueError:
@@ -230,12 +248,14 @@ def apply_plan(
         raise _no_blocks(model, report)
     plan = Plan.from_labels(selection, report.layouts) if selection is not None else _checked(plan_or_labels, report)  # type: ignore[arg-type]
     session = Session(Ledger(block.name for block in plan.blocks), on_foreign_hooks)
+    _refuse_second_plan(report)  # the control too: a model under a plan is no control
     if plan.is_control:
         return AppliedPlan(report, plan, selection, session, ())
-    _refuse_second_plan(report)
     _refuse_other_recompute(model, report)
     if report.unknown:
-        _log.warning("%s", report)
+        _log.warning("%s", report.describe(taken_over=True))
+    if _is_compiled(model):
+        _log.info("torch.compile: taken-over blocks run eagerly, one graph break per block; the rest stays compiled")
     applied = AppliedPlan(report, plan, selection, session, _install(report, plan, session))
     # Not a method of `applied`: session -> applied -> session would keep a dropped model until the garbage collector runs.
     session.on_complete = partial(_check_labels, session.ledger, selection.labels if selection is not None else ())

@@ -17,6 +17,7 @@ __all__ = ["FullRecompute", "LABELS", "OFFLOAD_LABELS", "Label", "Selection", "U
 
 RESERVED = ("auto", "none", "full")
 FULL_METHODS = ("uniform", "block")
+FULL_FORMS = "full (full:block:N, full:uniform:N)"
 
 
 class UnavailableLabelError(ValueError):
@@ -131,6 +132,14 @@ def _hint(name: str, names: Iterable[str]) -> str:
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
+def _unknown_hint(name: str) -> str:
+    if name in OFFLOAD_LABELS:
+        return f" (it is an offload label: pass it as offload=[{name!r}])"
+    if "+" in name or "," in name:
+        return " (write one label per list entry, or one string with labels joined by '+')"
+    return _hint(name, [*LABELS, *RESERVED])
+
+
 def _check_offload(labels: Sequence[str]) -> None:
     for label in labels:
         name = label.partition("@")[0]
@@ -197,10 +206,7 @@ def select(
             full = _full_from_text(name)
             continue
         if name not in LABELS:
-            remark = f" ({name!r} is an offload label: pass it as offload=[{name!r}])" if name in OFFLOAD_LABELS else ""
-            raise ValueError(
-                f"recompute: unknown label {name!r}{_hint(name, [*LABELS, *RESERVED])}{remark}. Valid labels: {', '.join(LABELS)}, full (full:block:N, full:uniform:N), none"
-            )
+            raise ValueError(f"recompute: unknown label {name!r}{_unknown_hint(name)}. Valid labels: {', '.join(LABELS)}, {FULL_FORMS}, none")
         if name not in labels:
             labels.append(name)
     _check_offload(list(offload))

@@ -54,6 +54,8 @@ class Ledger:
         self.blocks = tuple(blocks)
         self._rows: dict[tuple[str, str], LedgerRow] = {}
         self.pending: set[str] = set(self.blocks)
+        self.kernels: dict[str, str] = {}
+        """Region -> kernel that really ran in the instrumented step."""
 
     def arm(self) -> None:
         """Clear the rows and instrument the next forward of every block."""

@@ -24,7 +24,7 @@ _MODIFIED = (
 )
 thread_state = threading.local()
 """`tape`: the tape of the running block; `replays`: depth of running replays. Backward runs in threads of its own on CUDA."""
-_current_graph_task_id = torch._C._current_graph_task_id  # type: ignore[attr-defined]
+_current_graph_task_id = torch._C._current_graph_task_id
 
 
 def in_replay() -> bool:
@@ -156,7 +156,7 @@ class Region:
         "__weakref__",
     )
 
-    def __init__(self, fn: RegionFn, owner: nn.Module, autocast: tuple[str, bool, torch.dtype], probe: ReplayCounter | None) -> None:
+    def __init__(self, fn: RegionFn, owner: nn.Module, autocast: tuple[str, bool, torch.dtype, torch.dtype], probe: ReplayCounter | None) -> None:
         self.fn, self.owner, self.autocast, self.probe = fn, owner, autocast, probe
         self.args: list[Any] | None = None
         self.grads: list[bool] = []
@@ -236,7 +236,8 @@ class Region:
 
     def _run(self, inputs: list[Any], hooks: saved_tensors_hooks) -> Any:
         """Call the region in the state of the forward: grad on, autocast as it was, its random state, no tape. All put back afterwards."""
-        device_type, enabled, dtype = self.autocast
+        device_type, enabled, dtype, default = self.autocast
+        default_now = torch.get_default_dtype()
         state, rng = thread_state, self.rng
         tape, depth = getattr(state, "tape", None), getattr(state, "replays", 0)
         before = RngState(rng.device) if rng is not None else None
@@ -244,6 +245,8 @@ class Region:
         try:
             state.tape, state.replays = None, depth + 1
             torch.set_grad_enabled(True)
+            if default != default_now:  # Lightning's bf16-true sets it around the training step only
+                torch.set_default_dtype(default)
             if rng is not None:
                 rng.restore()
             if not enabled and not torch.is_autocast_enabled(device_type):
@@ -254,6 +257,8 @@ class Region:
                 return self.fn.call(self.owner, *inputs)
         finally:
             torch.set_grad_enabled(grad)
+            if default != default_now:
+                torch.set_default_dtype(default_now)
             if before is not None:
                 before.restore()
             state.tape, state.replays = tape, depth

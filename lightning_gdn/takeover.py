@@ -31,21 +31,30 @@ class Session:
     def __init__(self, ledger: Ledger, on_foreign_hooks: str) -> None:
         self.ledger = ledger
         self.on_foreign_hooks = on_foreign_hooks
-        self.kernels: dict[str, str] = {}
-        """Region -> kernel that ran, filled by the instrumented step."""
+        self.ended = False
+        """True after undo: copies of the model made meanwhile (EMA, a saved best model) run untouched from then on."""
         self.on_complete: Callable[[], None] | None = None
-        """Called once when every block was instrumented."""
+        """Called once: when every block was instrumented, or at the end for those that were."""
+
+    def complete(self) -> None:
+        """The instrumented step is over."""
+        callback, self.on_complete = self.on_complete, None
+        if callback is not None:
+            callback()
+
+    def end(self) -> None:
+        """The plan is taken back. A block that never ran with gradients (a frozen teacher) does not hide what the others showed."""
+        self.ended = True
+        if self.ledger.rows():
+            self.complete()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Session:
         return self  # a copied model (EMA, a target network) reports where the original does
 
-    def __reduce__(self) -> Any:
-        return Session, (Ledger(()), self.on_foreign_hooks)  # a pickled model leaves the ledger behind
-
 
 def foreign_hooks() -> str | None:
     """Name of the saved-tensor hooks that are open in this thread, or None."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    hooks: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(False)  # stubs say it is never None
     if hooks is None:
         return None
     pack = hooks[0]
@@ -93,7 +102,8 @@ class Takeover:
         return type(module).forward(module, *args, **kwargs)
 
     def _rebound(self, module: nn.Module) -> Takeover:
-        clone = copy.copy(self)
+        clone = type(self).__new__(type(self))
+        clone.__dict__.update(self.__dict__)
         clone._module = weakref.ref(module)
         return clone
 
@@ -104,18 +114,11 @@ class Takeover:
         return clone
 
     def __reduce__(self) -> Any:
-        state = {key: value for key, value in self.__dict__.items() if key != "_module"}
-        return _rebuild, (type(self), self.module, state)
+        # A pickled model is an untouched one: it loads where lightning_gdn is not installed. (Class attribute: `module` is half built then.)
+        return getattr, (self.module, "forward")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise TypeError(f"{type(self).__name__} is abstract")
-
-
-def _rebuild(cls: type[Takeover], module: nn.Module, state: dict[str, Any]) -> Takeover:
-    made = cls.__new__(cls)
-    made.__dict__.update(state)
-    made._module = weakref.ref(module)
-    return made
 
 
 class PartTakeover(Takeover):
@@ -138,15 +141,11 @@ class BlockTakeover(Takeover):
         self._modes = {region: mode for region, mode in modes.items() if mode is not Mode.KEEP}
         self._continues, self._carry = chunk  # whether the block before hands its output on, whether this one does
 
-    def __reduce__(self) -> Any:
-        build, (cls, module, state) = super().__reduce__()
-        return build, (cls, module, {**state, "_adapter": None, "_run": self._run})
-
     @torch.compiler.disable
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module, session = self.module, self.session
         x: Tensor = args[0] if args else kwargs["hidden_states"]
-        if not torch.is_grad_enabled():
+        if session.ended or not torch.is_grad_enabled():
             return self._as_it_is(module, x.device, args, kwargs)
         probe = session.ledger.probe(self.name, module) if session.ledger.pending else None
         if probe is None and not self._modes:
@@ -155,14 +154,14 @@ class BlockTakeover(Takeover):
             return self._as_it_is(module, x.device, args, kwargs)
         handed_on: Carry | None = x.__dict__.pop(_CARRY, None) if self._continues else None
         if probe is not None and self._adapter is not None:
-            session.kernels.update(self._adapter.kernels(module, x.device))
+            session.ledger.kernels.update(self._adapter.kernels(module, x.device))
         with Tape(self._modes, x.device, probe, handed_on) as tape:
             out = self._run(module, tape, *args, **kwargs)
             carry = tape.carry(out) if self._carry else None
         if carry is not None:
             setattr(out, _CARRY, carry)
-        if probe is not None and session.on_complete is not None and session.ledger.complete:
-            session.on_complete()
+        if probe is not None and session.ledger.complete:
+            session.complete()
         return out
 
     def _as_it_is(self, module: nn.Module, device: torch.device, args: Any, kwargs: Any) -> Any:

@@ -93,7 +93,7 @@ class Tape:
 
     def __init__(self, modes: Mapping[str, Mode], device: torch.device, probe: Probe | None = None, carry: Carry | None = None) -> None:
         self._modes, self._device, self._probe = modes, device, probe
-        self._autocast: tuple[str, bool, torch.dtype] | None = None
+        self._autocast: tuple[str, bool, torch.dtype, torch.dtype] | None = None
         self._registry: dict[int, _Output] = {} if carry is None else {carry.key: carry.output}
         self._regions: list[Region] = []
         self._slots: list[Slot | None] | None = None  # saved positions of the region that is being recomputed; None outside one
@@ -167,7 +167,7 @@ class Tape:
         autocast = self._autocast
         if autocast is None:
             kind = self._device.type
-            autocast = self._autocast = (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+            autocast = self._autocast = (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), torch.get_default_dtype())
         region = Region(fn, owner, autocast, self._probe)
         self._regions.append(region)
         inputs = self._take_inputs(region, args)
@@ -277,10 +277,12 @@ def _with_version(parameter: Tensor) -> tuple[Tensor, int]:
     return (parameter if parameter.grad_fn is None else parameter.detach(), parameter._version)
 
 
-def _unpack(packed: object) -> Tensor:
+def _unpack(packed: Any) -> Tensor:
+    """Of a slot, or of a tensor with the version it was saved at."""
     if type(packed) is Slot:
         return packed.resolve()
-    tensor, version = packed  # type: ignore[misc]
+    tensor: Tensor = packed[0]
+    version: int = packed[1]
     if tensor._version != version:
         raise modified(tensor, version)
     return tensor

@@ -286,7 +286,7 @@ class Qwen3_5Adapter(Adapter):
     def kernels(self, block: Any, device: torch.device) -> dict[str, str]:
         """See `Adapter.kernels`."""
         if not hasattr(block, "linear_attn"):
-            return {"core_attn": str(getattr(_attention_interface(block.self_attn), "__name__", block.self_attn.config._attn_implementation))}
+            return {"core_attn": describe(_attention_interface(block.self_attn))}
         norm = type(block.linear_attn.norm)
         return {
             "conv": describe(_kernel(_CONV, device)),

@@ -21,10 +21,9 @@ TRITON_FLOOR = (3, 7, 1)
 
 
 def _closure(function: Callable[..., Any], name: str) -> Any:
-    code = getattr(function, "__code__", None)
-    if code is None or name not in code.co_freevars:
-        return None
-    return function.__closure__[code.co_freevars.index(name)].cell_contents  # type: ignore[attr-defined]
+    names = getattr(getattr(function, "__code__", None), "co_freevars", ())
+    cells = getattr(function, "__closure__", None) or ()
+    return dict(zip(names, (cell.cell_contents for cell in cells), strict=False)).get(name)
 
 
 def bound_function(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -182,7 +182,7 @@ def test_describe_and_kernels() -> None:
             "conv": "torch.causal_conv1d_fn",
             "delta_rule": "torch.chunk_gated_delta_rule",
             "norm_out": "torch.Qwen3_5RMSNormGated",
-            "core_attn": "sdpa_attention_forward",
+            "core_attn": "torch.sdpa_attention_forward",
         }
         text = applied.describe()
     assert text.splitlines()[0] == "GDN blocks: 3 of 4 layers, 3 taken over"

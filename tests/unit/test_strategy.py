@@ -361,7 +361,7 @@ def test_setup_logs_blocks_plan_kernels_and_advice_once() -> None:
     assert lines.count("plan gdn_in_proj_conv: 4 blocks; in_proj: recompute in 3, conv: recompute_inside in 3") == 1
     assert [line for line in lines if line.startswith("kernels on cpu: ")] == [
         "kernels on cpu: conv torch.causal_conv1d_fn, delta_rule torch.chunk_gated_delta_rule, norm_out torch.Qwen3_5RMSNormGated, "
-        "core_attn sdpa_attention_forward"
+        "core_attn torch.sdpa_attention_forward"
     ]
     assert sum(line.startswith("gdn_in_proj_conv: gdn_conv+gdn_norm_out+layernorm saves more for less step time") for line in lines) == 1
 

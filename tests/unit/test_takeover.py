@@ -149,7 +149,10 @@ def test_a_copy_runs_on_its_own_weights(model: nn.Module, how: str) -> None:
         plain = tiny_qwen3_5()
         plain.load_state_dict(other.state_dict())
         assert same(gradients(other), gradients(plain))
-        assert isinstance(other.model.layers[0].__dict__["forward"], Takeover), "the copy is under the plan as well"
+        under_plan = isinstance(other.model.layers[0].__dict__["forward"], Takeover)
+        assert under_plan == (how == "deepcopy"), "a deep copy (EMA) is under the plan as well, a pickled one is a plain model"
+        if how == "pickle":
+            assert b"lightning_gdn" not in buffer.getvalue(), "it loads where the package is not installed"
         with torch.no_grad():
             assert torch.equal(other(**BATCH).logits, plain(**BATCH).logits)
         del model
@@ -356,3 +359,27 @@ def test_functional_call_with_other_weights_is_right_or_raises(model: nn.Module)
         loss = torch.func.functional_call(model, weights, (), BATCH).loss
         with pytest.raises(RuntimeError, match="region"):
             loss.backward()
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+def test_a_copy_made_under_a_plan_can_be_trained_on_its_own(model: nn.Module, how: str) -> None:
+    plain = gradients(model)
+    with apply_plan(model, "full"):
+        gradients(model)
+        if how == "deepcopy":
+            other = copy.deepcopy(model)
+        else:
+            buffer = io.BytesIO()
+            torch.save(model, buffer)
+            buffer.seek(0)
+            other = torch.load(buffer, weights_only=False)
+    assert same(gradients(other), plain), "untouched once the plan has ended"
+    with apply_plan(other, "gdn") as applied:
+        assert same(gradients(other), plain)
+        assert applied.ledger.discarded_bytes > 0
+    assert same(gradients(other), plain)
+
+
+def test_the_control_is_refused_on_a_model_under_a_plan(model: nn.Module) -> None:
+    with apply_plan(model, "layernorm"), pytest.raises(RuntimeError, match="under another plan"):
+        apply_plan(model, [])
