@@ -62,7 +62,7 @@ def peft_model(**targets: Any) -> nn.Module:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_peft_lora_with_dropout(precision: str) -> None:
     model = peft_model(target_modules=["in_proj_qkv", "out_proj", "o_proj"])
-    assert str(inspect_model(model)).startswith("GDN blocks: 3 of 4 layers, 3 taken over")
+    assert inspect_model(model).describe(taken_over=True).startswith("GDN blocks: 3 of 4 layers, 3 taken over")
     assert unequal_plans(model, tokens=33, precision=precision, mask="left") == {}
 
 
@@ -137,7 +137,7 @@ def test_h01_every_nesting_is_found(build: Any, prefix: str) -> None:
     model = build()
     report = inspect_model(model)
     assert [layout.name for layout in report.layouts] == [f"{prefix}{i}" for i in range(4)]
-    assert str(report) == "GDN blocks: 3 of 4 layers, 3 taken over"
+    assert report.describe(taken_over=True) == "GDN blocks: 3 of 4 layers, 3 taken over"
     with apply_plan(model, "gdn_norm_out") as applied:
         assert applied.plan.counts() == {"norm_out: recompute": 3}
         assert "GDN blocks: 3 of 4 layers, 3 taken over" in applied.describe()
