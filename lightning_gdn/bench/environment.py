@@ -51,10 +51,13 @@ def collect(device: str) -> dict[str, Any]:
 
 
 def git_state() -> tuple[str | None, bool | None]:
-    """Revision of the checkout in the current folder and whether tracked files were changed; `None` outside a checkout."""
+    """Revision of the checkout in the current folder and whether tracked files were changed.
+
+    Outside a checkout (a container, a copied tree) the variable `GIT_REVISION` tells the revision, and nothing tells changes.
+    """
     revision = _output("git", "rev-parse", "HEAD")
     if revision is None:
-        return None, None
+        return os.environ.get("GIT_REVISION") or None, None
     return revision, bool(_output("git", "status", "--porcelain", "--untracked-files=no"))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from typing import Any
 
 from .records import SCHEMA, check_alike
@@ -66,6 +67,7 @@ def judge(records: Sequence[Mapping[str, Any]], *, name: str, arms: Sequence[str
     return {
         "schema": SCHEMA,
         "name": name,
+        "date": datetime.now(UTC).date().isoformat(),
         "control": CONTROL,
         "rounds": max((r["round"] for r in records), default=-1) + 1,
         "environment": environment,
