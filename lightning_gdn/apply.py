@@ -49,7 +49,7 @@ class ModelReport:
 
     blocks: tuple[FoundBlock, ...]
     unknown: tuple[str, ...]
-    """`name (class)` of modules that look like Gated DeltaNet mixers and belong to no known block."""
+    """`name (class)` of layers beside known blocks that no adapter knows, and of other modules that look like Gated DeltaNet mixers."""
 
     @property
     def layouts(self) -> tuple[BlockLayout, ...]:
@@ -59,10 +59,10 @@ class ModelReport:
     def describe(self, *, taken_over: bool) -> str:
         """For instance `GDN blocks: 18 of 24 layers, 18 taken over`."""
         gdn = sum(layout.kind == GDN for layout in self.layouts)
-        text = f"GDN blocks: {gdn} of {len(self.blocks)} layers, {gdn if taken_over else 0} taken over"
+        text = f"GDN blocks: {gdn} of {len(self.blocks) + len(self.unknown)} layers, {gdn if taken_over else 0} taken over"
         if self.unknown:
-            names = ", ".join(self.unknown[:3])
-            text += f"; {len(self.unknown)} modules that look like Gated DeltaNet are of no known family and stay untouched: {names}"
+            names = ", ".join(self.unknown[:3]) + (", ..." if len(self.unknown) > 3 else "")
+            text += f"; {len(self.unknown)} of no known family stay untouched: {names}"
         return text
 
 
@@ -75,14 +75,21 @@ def inspect_model(model: nn.Module) -> ModelReport:
     """Find the blocks of every known family in a model, through any nesting."""
     adapters = adapters_for()
     blocks: list[FoundBlock] = []
+    stacks: dict[str, nn.Module] = {}
     inside: set[int] = set()
-    for name, module in model.named_modules():
+    named = dict(model.named_modules())
+    for name, module in named.items():
         adapter = next((a for a in adapters if a.matches(module)), None)
         if adapter is not None:
             blocks.append(FoundBlock(module, adapter, adapter.layout(name, module)))
             inside.update(id(m) for m in module.modules())
-    unknown = tuple(f"{n} ({type(m).__name__})" for n, m in model.named_modules() if id(m) not in inside and _looks_like_gdn(m))
-    return ModelReport(tuple(blocks), unknown)
+            parent = name.rpartition(".")[0]
+            if isinstance(named.get(parent), nn.ModuleList):
+                stacks[parent] = named[parent]
+    siblings = {f"{parent}.{child}": m for parent, stack in stacks.items() for child, m in stack.named_children() if id(m) not in inside}
+    inside.update(id(m) for sibling in siblings.values() for m in sibling.modules())
+    lonely = {name: m for name, m in named.items() if id(m) not in inside and _looks_like_gdn(m)}
+    return ModelReport(tuple(blocks), tuple(f"{name} ({type(m).__name__})" for name, m in (siblings | lonely).items()))
 
 
 class AppliedPlan:

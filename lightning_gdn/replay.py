@@ -8,6 +8,7 @@ backward over the same graph (`retain_graph=True`) replays again.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -185,6 +186,7 @@ class Region:
         if self.task != task or index not in (self.saved if slot.inside else self.outs):
             self._replay()
             self.task = task
+            _drop_at_end(self, task)
         if slot.inside:
             return self.saved.pop(index)
         base = self.outs[index]
@@ -262,6 +264,32 @@ class Region:
             if before is not None:
                 before.restore()
             state.tape, state.replays = tape, depth
+
+
+class _Ending:
+    """Drops what is left of replays when a backward ends: one that did not need every handle (`autograd.grad` of one weight) leaves some."""
+
+    def __init__(self, task: int) -> None:
+        self.task = task
+        self.regions: list[weakref.ref[Region]] = []
+
+    def __call__(self) -> None:
+        for reference in self.regions:
+            region = reference()
+            if region is not None:
+                region.outs, region.saved = {}, {}
+        if getattr(thread_state, "ending", None) is self:
+            thread_state.ending = None
+
+
+def _drop_at_end(region: Region, task: int) -> None:
+    if task < 0:  # unpacked outside a backward
+        return
+    ending = getattr(thread_state, "ending", None)
+    if ending is None or ending.task != task:
+        ending = thread_state.ending = _Ending(task)
+        torch.autograd.Variable._execution_engine.queue_callback(ending)
+    ending.regions.append(weakref.ref(region))
 
 
 def _never_unpacked(packed: None) -> Tensor:

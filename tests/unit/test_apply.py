@@ -74,12 +74,21 @@ def test_h13_a_subclass_with_a_forward_of_its_own_is_not_taken_over_and_named(pa
     report = inspect_model(model)
     assert [layout.name for layout in report.layouts] == ["model.layers.0", "model.layers.2", "model.layers.3"]
     assert len(report.unknown) == 1
-    assert report.unknown[0].startswith("model.layers.1.linear_attn (")
+    assert report.unknown[0].startswith("model.layers.1 (")
     with caplog.at_level(logging.WARNING, "lightning_gdn"), apply_plan(model, "full") as applied:
-        assert "GDN blocks: 2 of 3 layers, 2 taken over; 1 modules that look like Gated DeltaNet" in caplog.text
-        assert "model.layers.1.linear_attn" in applied.describe()
+        assert "GDN blocks: 2 of 4 layers, 2 taken over; 1 of no known family stay untouched: model.layers.1 (" in caplog.text
+        assert "model.layers.1 (" in applied.describe()
         got = gradients(model)
     assert all(a is b if a is None or b is None else torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_a_refused_attention_layer_is_named_too() -> None:
+    model = tiny_qwen3_5()
+    model.model.layers[3].__class__ = Own
+    assert (
+        inspect_model(model).describe(taken_over=True)
+        == "GDN blocks: 3 of 4 layers, 3 taken over; 1 of no known family stay untouched: model.layers.3 (Own)"
+    )
 
 
 @pytest.mark.parametrize("control", [[], "none", select([]), parse_arm("none")])

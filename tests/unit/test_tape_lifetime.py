@@ -245,3 +245,16 @@ def test_undo_between_forward_and_backward(model: nn.Module, plan: str) -> None:
     loss.backward()
     assert same(gradients(model), want)
     assert living() == 0
+
+
+def test_a_backward_that_needs_few_handles_leaves_no_replay(model: nn.Module, plan: str) -> None:
+    """`autograd.grad` of one weight asks for some handles only; what the others would have got goes when that backward ends."""
+    with apply_plan(model, plan):
+        loss = model(**tiny_batch()).loss
+        regions = [obj for obj in gc.get_objects() if type(obj) is Region]
+        assert any(region.needed for region in regions)
+        weight = model.model.layers[2].mlp.down_proj.weight
+        torch.autograd.grad(loss, weight, retain_graph=True)
+        assert all(not getattr(region, "outs", {}) and not getattr(region, "saved", {}) for region in regions)
+        del regions
+        loss.backward()
