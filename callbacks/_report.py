@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from ._series import max_over_ranks
+from ._series import LOGGED
 from ._session import Session, rate
 
 __all__ = ["RunFacts", "build_summary", "inferred_flops", "is_oom", "ledger_of", "print_table", "tokens_in", "write_json"]
@@ -109,7 +109,6 @@ def build_summary(
         "nonfinite_losses": 0 if session is None else session.nonfinite_losses,
         "skipped_optimizer_steps": 0 if session is None else session.skipped,
         "excluded_steps": {} if session is None else dict(session.excluded),
-        "max_over_ranks": max_over_ranks([figures]),
         "losses": [] if session is None else list(session.losses),
         "step_tokens": [] if session is None else list(session.step_tokens),
         "step_times_ms": [] if session is None else session.step_times.values(),
@@ -234,9 +233,32 @@ def print_table(summary: Mapping[str, Any], console: Console | None = None) -> N
     table.add_row("skipped optimizer steps", _number(summary["skipped_optimizer_steps"]))
     console = Console() if console is None else console
     console.print(table)
+    if summary["world_size"] > 1:
+        console.print(_ranks_table(summary))
     for line in [summary["plan"], summary["reason"], summary["flops_formula"], *summary["notes"]]:
         if line:
             console.print(line, markup=False, highlight=False)
+
+
+def _ranks_table(summary: Mapping[str, Any]) -> Table:
+    """One row per rank, and the largest value of each figure with the rank that has it."""
+    table = Table(title="over ranks (memory in MiB)", title_justify="left")
+    table.add_column("rank")
+    table.add_column("status")
+    names = [name for name in LOGGED if summary["max_over_ranks"][name] is not None]
+    for name in ("steady steps", *(name.removesuffix("_mib").replace("_", " ") for name in names)):
+        table.add_column(name, justify="right")
+    for rank, entry in enumerate(summary["ranks"]):
+        if entry is None:
+            table.add_row(str(rank), "unknown", *["n/a"] * (1 + len(names)))
+        else:
+            status = entry["status"] if entry["status"] == "ok" else f"{entry['status']}: {entry['reason']}"
+            table.add_row(str(rank), status, str(entry["steps"]), *(_number(entry[name]) for name in names))
+    best = [summary["max_over_ranks"][name] for name in names]
+    table.add_section()
+    table.add_row("max", "", "", *(_number(found["value"]) for found in best))
+    table.add_row("of rank", "", "", *(str(found["rank"]) for found in best))
+    return table
 
 
 def _number(value: float | None) -> str:

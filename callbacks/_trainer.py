@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from lightning.pytorch import LightningModule, Trainer
 
 from ._series import metric_row
 
-__all__ = ["batches_that_stepped", "gradient_bytes", "log_row", "loss_of", "saves", "should_log"]
+__all__ = ["batches_that_stepped", "gradient_bytes", "log_rows", "loss_of", "row_is_due", "saves", "should_log"]
 
 
 def loss_of(outputs: Any) -> torch.Tensor | None:
@@ -37,9 +37,15 @@ def should_log(trainer: Trainer) -> bool:
     return (batches_that_stepped(trainer) + 1) % every == 0 or trainer.should_stop
 
 
-def log_row(trainer: Trainer, figures: Mapping[str, float | None]) -> None:
-    """Give the figures of this rank to every logger; nothing if nothing was measured."""
-    row = metric_row([figures])
+def row_is_due(trainer: Trainer) -> bool:
+    """The same rule without what may differ between ranks: loggers, and a stop that only this rank asked for."""
+    every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
+    return bool(every) and (batches_that_stepped(trainer) + 1) % every == 0
+
+
+def log_rows(trainer: Trainer, rows: Sequence[Mapping[str, float | None]]) -> None:
+    """Give the figures of all ranks, one mapping per rank, to every logger of this one; nothing if nothing was measured."""
+    row = metric_row(rows)
     if row:
         for logger in trainer.loggers:
             logger.log_metrics(row, step=batches_that_stepped(trainer))

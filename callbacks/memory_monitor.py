@@ -13,9 +13,14 @@ kept (`foreign_resets`), and one that cannot be seen is flagged (`disturbed_step
 What it costs: one synchronisation per optimizer step, at its end; the losses, the wall clock and the CUDA events are read there.
 None per micro-batch. Behind `window_steps` nothing is measured any more, only losses are kept.
 
+Several processes: each rank measures itself. At the rows of the log rank 0 takes in what the others left for it and logs for all of
+them; at the end every rank gets the figures of all. No collective is used, so that a rank without a steady step, without a logger,
+with an earlier end or with an exception keeps nobody waiting for longer than some seconds; figures of a rank that was not heard of are
+missing, and `notes` says so. With `start_method="spawn"` the calling process keeps an empty `summary`: read the files in `dir`.
+
 Keys for every logger of the Trainer, logged at its `log_every_n_steps` over the steady steps since the last row and once at the end
 over all of them, with `step` = batches that stepped, as LearningRateMonitor does. Figures that the device cannot give have no key.
-Each also as `.../rank{r}`; over ranks it is the maximum, for tokens_per_s the sum.
+Each also as `.../rank{r}` for every rank; over ranks it is the maximum, for tokens_per_s the sum.
 
 | key | unit | meaning |
 |---|---|---|
@@ -55,6 +60,7 @@ max, min, mean.
 | `nonfinite_losses` | count | micro-batches of the whole fit with a NaN or infinite loss |
 | `skipped_optimizer_steps` | count | steps of the whole fit in which no backward or no optimizer update happened |
 | `excluded_steps` | steps | left out, by reason: `warmup`, `autotune`, `validation`, `checkpoint`, `boundary` |
+| `ranks` | as the keys | for each rank `status`, `reason`, `steps`, `device` and its logged figures; None if nothing was heard of it |
 | `max_over_ranks` | as the keys | largest value of each logged figure and its rank |
 | `losses`, `step_tokens` | | per optimizer step of the whole fit, warm-up included; a step with a non-finite loss has None |
 | `step_times_ms` | ms | per steady step |
@@ -76,10 +82,11 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import rank_zero_warn
 
 from ._counters import counters_for
+from ._ranks import FitRanks, rank_entry
 from ._report import RunFacts, build_summary, inferred_flops, is_oom, ledger_of, print_table, tokens_in, write_json
 from ._series import MIB
 from ._session import Session
-from ._trainer import gradient_bytes, log_row, loss_of, saves, should_log
+from ._trainer import batches_that_stepped, gradient_bytes, log_rows, loss_of, row_is_due, saves, should_log
 from ._window import OPTIMIZER, StepWindow
 
 __all__ = ["MemoryMonitor"]
@@ -103,7 +110,6 @@ class MemoryMonitor(Callback):
 
     Raises:
         ValueError, TypeError: an argument out of its range or of the wrong type.
-        RuntimeError: at setup, with more than one process (not supported yet).
     """
 
     def __init__(
@@ -143,6 +149,7 @@ class MemoryMonitor(Callback):
 
     def _forget(self) -> None:
         self._session: Session | None = None
+        self._ranks = FitRanks()
         self._release: list[Any] = []
         self._flops: tuple[float | None, str] = (self.flops_per_token, "given by the caller")
         self._gap_began: float | None = None
@@ -158,12 +165,8 @@ class MemoryMonitor(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage != "fit":
             return
-        if trainer.world_size > 1:
-            raise RuntimeError(
-                f"MemoryMonitor: one process is supported in this version, got a world size of {trainer.world_size}. "
-                "Use Trainer(devices=1, num_nodes=1), or leave MemoryMonitor out of the callbacks"
-            )
         self._forget()
+        self._ranks = FitRanks(trainer)
         self.summary = {}
         self._reported = False
 
@@ -258,8 +261,10 @@ class MemoryMonitor(Callback):
             record = session.end_step(trainer.global_step, loss_is_mean_share=automatic)
             if record is not None:
                 self._show(trainer, pl_module, record.step_ms)
-                if should_log(trainer):
-                    log_row(trainer, session.take_interval().figures(ledger_of(trainer)))
+            # On several ranks each tells its row, be it empty: which steps are steady and who has loggers differs between them.
+            if row_is_due(trainer) if self._ranks.several else record is not None and should_log(trainer):
+                figures = session.take_interval().figures(ledger_of(trainer))
+                log_rows(trainer, self._ranks.rows(batches_that_stepped(trainer), figures, logs=bool(trainer.loggers)))
         self._gap_began = perf_counter()
 
     # What is not training
@@ -327,15 +332,24 @@ class MemoryMonitor(Callback):
         self._release.clear()
         session, self._session = self._session, None
         flops, source = self._flops
-        self.summary = build_summary(session, RunFacts(trainer), flops_per_token=flops, flops_source=source, failure=failure)
+        self.summary = summary = build_summary(session, RunFacts(trainer), flops_per_token=flops, flops_source=source, failure=failure)
+        figures = {} if session is None else session.total.figures(ledger_of(trainer))
         try:
-            if self.dir is not None:
-                write_json(self.summary, self.dir)
+            if self._ranks.several:  # a rank that is killed while it waits for the others has its file
+                self._write({**summary, "ranks": None, "max_over_ranks": None})
         finally:
-            if session is not None:
-                log_row(trainer, session.total.figures(ledger_of(trainer)))
+            rows = self._ranks.finish(summary, rank_entry(summary, figures), failed=failure is not None)
+            try:
+                self._write(summary)
+            finally:
+                if session is not None:
+                    log_rows(trainer, rows)
 
     # Helpers
+
+    def _write(self, summary: Mapping[str, Any]) -> None:
+        if self.dir is not None:
+            write_json(summary, self.dir)
 
     def _open_window(self) -> StepWindow | None:
         window = None if self._session is None else self._session.window

@@ -1,17 +1,24 @@
 """The Lightning strategy: applies a plan in `setup`, takes it back in `teardown`. Everything else is the base strategy's.
 
-On one device it is a `SingleDeviceStrategy`: no process group, no gradient buckets, runs in notebooks. Lightning's connector tells
-its devices only to strategies that have `parallel_devices`; this one has it, so that it lands on the Trainer's device and can
-refuse several (a plain `SingleDeviceStrategy` stays on the CPU and ignores `devices=2`).
+On one device it is a `SingleDeviceStrategy`: no process group, no gradient buckets, runs in notebooks. On several devices or nodes it
+is a `DDPStrategy`. Which of them is known when Lightning's connector calls `_configure_launcher`, after it has told its devices to a
+strategy that has `parallel_devices` (a plain `SingleDeviceStrategy` stays on the CPU and ignores `devices=2`): there the instance
+changes its class to the sibling.
 """
 
 from __future__ import annotations
 
+import hashlib
 import inspect
+import subprocess
+import threading
+import time
+from abc import ABCMeta
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
+from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
@@ -20,12 +27,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .apply import KERNELS, AppliedPlan, apply_plan, inspect_model
 from .labels import Selection, UnavailableLabelError, advice, select
+from .plan import Plan
 from .takeover import ON_FOREIGN_HOOKS
 
 __all__ = ["GDNRecomputeStrategy", "register_strategies"]
 
 DEFAULT_LABELS = ("gdn_norm_out", "layernorm")
 """What the registered name `gdn` stands for."""
+GRACE_S = 15.0
+"""Seconds that the processes which rank 0 started may go on after rank 0 failed: enough to write their own records."""
 
 
 class _PlanMixin:
@@ -45,8 +55,16 @@ class _PlanMixin:
         super().setup(trainer)  # type: ignore[misc]
 
     def _apply(self, module: LightningModule) -> None:
-        applied = apply_plan(module, self.selection, kernels=self.kernels, on_foreign_hooks=self.on_foreign_hooks)
-        self.applied = self.last_applied = applied
+        applied = None
+        try:
+            applied = apply_plan(module, self.selection, kernels=self.kernels, on_foreign_hooks=self.on_foreign_hooks)
+            self.applied = self.last_applied = applied
+            self._agree(applied.plan, None)
+        except Exception as error:
+            if applied is None:
+                self._agree(None, error)  # the other ranks wait to hear of this one
+            self._undo()
+            raise
         rank_zero_info(applied.describe())
         if applied.installed:
             rank_zero_info(_kernels_line(module, self.root_device))  # type: ignore[attr-defined]
@@ -54,6 +72,9 @@ class _PlanMixin:
             rank_zero_info(line)
         for problem in applied.kernel_problems(self.root_device):  # type: ignore[attr-defined]
             rank_zero_warn(problem)
+
+    def _agree(self, plan: Plan | None, error: Exception | None) -> None:
+        """Find out whether every rank has the same plan."""
 
     def teardown(self) -> None:
         """Put every forward back, also after an exception."""
@@ -68,7 +89,54 @@ class _PlanMixin:
             self.applied = None
 
 
-class GDNRecomputeStrategy(_PlanMixin, SingleDeviceStrategy):
+class GDNRecomputeDDP(_PlanMixin, DDPStrategy):
+    """What a `GDNRecomputeStrategy` becomes on several devices or nodes: Lightning's DDP, each rank under the same plan."""
+
+    strategy_name = "gdn"
+
+    def _agree(self, plan: Plan | None, error: Exception | None) -> None:
+        """Compare the plans of all ranks, after which all of them go on or all of them raise.
+
+        Raises:
+            RuntimeError: names the rank that could not make its plan, or the first one whose plan differs from rank 0's, and in what.
+        """
+        digest = None if plan is None else hashlib.sha256(f"{self.kernels} {plan.to_json()}".encode()).hexdigest()
+        told: list[tuple[str | None, str | None]] = _all_gather((digest, None if error is None else f"{type(error).__name__}: {error}"))
+        if error is not None:
+            return
+        for rank, (_, problem) in enumerate(told):
+            if problem is not None:
+                raise RuntimeError(f"GDNRecomputeStrategy: rank {rank} of {len(told)} could not apply its plan: {problem}")
+        other = next((rank for rank, (theirs, _) in enumerate(told) if theirs != told[0][0]), None)
+        if other is not None:
+            assert plan is not None
+            plans = _all_gather((self.kernels, plan.to_json()))  # only now: it may be large, and there may be many ranks
+            raise RuntimeError(
+                f"GDNRecomputeStrategy: every rank needs the same plan, and rank {other} has another one than rank 0: "
+                f"{_difference(plans[0], plans[other], other)}. Give every rank the same labels, kernels and model"
+            )
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Rank 0 failed: the processes that it started may be waiting for it in a collective; they are ended after `GRACE_S`."""
+        super().on_exception(exception)
+        processes: list[subprocess.Popen] = getattr(self.launcher, "procs", [])
+        if processes:
+            # Not a daemon: the interpreter waits for it when it exits, and so leaves no process behind.
+            threading.Thread(target=_end, args=(processes, GRACE_S), name="gdn-end-ranks").start()
+
+
+class _SameNameOnSeveralDevices(ABCMeta):
+    """`isinstance(trainer.strategy, GDNRecomputeStrategy)` holds on several devices too.
+
+    The instance check alone: `issubclass`, and with it what Lightning finds out about `DDPStrategy` and `SingleDeviceStrategy`, stays
+    what the base classes say.
+    """
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return super().__instancecheck__(instance) or issubclass(type(instance), cls.__dict__.get("ddp_class", ()))
+
+
+class GDNRecomputeStrategy(_PlanMixin, SingleDeviceStrategy, metaclass=_SameNameOnSeveralDevices):
     """Recompute selected regions of every Gated DeltaNet block instead of retaining them.
 
         Trainer(strategy=GDNRecomputeStrategy(["gdn_conv", "gdn_norm_out", "layernorm"]))
@@ -83,18 +151,20 @@ class GDNRecomputeStrategy(_PlanMixin, SingleDeviceStrategy):
         kernels: `"stock"` runs what the model itself would run; CPU tensors always take the model's torch functions.
         on_foreign_hooks: when a block is called inside other saved-tensor hooks (`save_on_cpu`, `torch.utils.checkpoint`): `"raise"`, or
             `"bypass"` to run it untouched.
-        base_options: options of `DDPStrategy` and `DistributedDataParallel`; on one device only `accelerator`, `checkpoint_io` and
-            `precision_plugin` have an effect.
+        base_options: options of `DDPStrategy` and `DistributedDataParallel` (`find_unused_parameters`, `static_graph`, `timeout`, ...);
+            on one device only `accelerator`, `checkpoint_io` and `precision_plugin` have an effect.
 
     Raises:
         ValueError: unknown label (with the nearest and all valid ones), option or value.
-        RuntimeError: several devices, which this version does not support.
+        RuntimeError: at setup on several devices, on every rank: the plans of two ranks differ.
 
     Attributes:
         applied: the plan in force while fitting, else None. `last_applied` stays readable after the fit.
     """
 
     strategy_name = "gdn"
+    ddp_class: ClassVar[type[GDNRecomputeDDP]] = GDNRecomputeDDP
+    """What it becomes on several devices. A subclass names one of its own, since nothing else of it would be left there."""
 
     def __init__(
         self,
@@ -117,15 +187,19 @@ class GDNRecomputeStrategy(_PlanMixin, SingleDeviceStrategy):
         _check_base_options(base_options)
         single = {name: base_options[name] for name in ("accelerator", "checkpoint_io", "precision_plugin") if name in base_options}
         super().__init__(**single)
+        # Lightning's connector fills these in, for it finds them here.
         self.num_nodes = 1
-        self._offered: list[torch.device] = []
+        self.cluster_environment: ClusterEnvironment | None = base_options.get("cluster_environment")
+        self._layer_sync: Any = None
+        self._offered: list[torch.device] = list(base_options.get("parallel_devices") or [])
+        self._base_options = base_options
         self.kernels, self.on_foreign_hooks = kernels, on_foreign_hooks
         self.applied = self.last_applied = None
 
     @property
     def parallel_devices(self) -> list[torch.device] | None:
-        """None, so that the connector of every Trainer hands over the devices it chose."""
-        return None
+        """What the caller fixed; else None, so that the connector of every Trainer hands over the devices it chose."""
+        return self._base_options.get("parallel_devices")
 
     @parallel_devices.setter
     def parallel_devices(self, devices: list[torch.device]) -> None:
@@ -134,9 +208,32 @@ class GDNRecomputeStrategy(_PlanMixin, SingleDeviceStrategy):
     def _configure_launcher(self) -> None:
         # The last thing the connector calls: devices and nodes are known, nothing is launched yet.
         if len(self._offered) * self.num_nodes > 1:
-            raise RuntimeError(_several_devices(len(self._offered), self.num_nodes))
-        if self._offered:
+            self._become_ddp()
+        elif self._offered:
             self._root_device = self._offered[0]
+
+    def _become_ddp(self) -> None:
+        if "ddp_class" not in type(self).__dict__:
+            raise TypeError(
+                f"{type(self).__name__}: on several devices a subclass of GDNRecomputeStrategy needs a class attribute ddp_class, a subclass of "
+                f"GDNRecomputeDDP with what it adds; got devices={len(self._offered)}, num_nodes={self.num_nodes} and none"
+            )
+        options = {
+            **self._base_options,
+            "accelerator": self._accelerator,
+            "parallel_devices": self._offered,
+            "cluster_environment": self.cluster_environment,
+            "checkpoint_io": self._checkpoint_io,
+            "precision_plugin": self._precision_plugin,
+        }
+        nodes, layer_sync = self.num_nodes, self._layer_sync
+        for name in (*vars(SingleDeviceStrategy()), "num_nodes", "_offered", "_base_options"):
+            vars(self).pop(name, None)
+        self.__class__ = type(self).ddp_class  # type: ignore[assignment]
+        DDPStrategy.__init__(self, **options)  # type: ignore[arg-type]
+        self.num_nodes, self._layer_sync = nodes, layer_sync
+        DDPStrategy.set_world_ranks(self)  # type: ignore[arg-type]
+        self._configure_launcher()
 
 
 def _kernels_line(module: LightningModule, device: torch.device) -> str:
@@ -147,11 +244,36 @@ def _kernels_line(module: LightningModule, device: torch.device) -> str:
     return f"kernels on {device}: " + ", ".join(f"{region} {name}" for region, name in kernels.items())
 
 
-def _several_devices(devices: int, nodes: int) -> str:
-    return (
-        f"GDNRecomputeStrategy: several devices are not supported yet, got devices={devices}, num_nodes={nodes}. "
-        "Use Trainer(devices=1, num_nodes=1), or apply_plan(model, labels) inside your own distributed set-up."
-    )
+def _all_gather(mine: Any) -> list[Any]:
+    """What every rank gives, in rank order. A collective."""
+    told: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(told, mine)
+    return told
+
+
+def _difference(zero: tuple[str, str], other: tuple[str, str], rank: int) -> str:
+    """The first thing in which (kernels, plan as JSON) of `rank` is not that of rank 0."""
+    if zero[0] != other[0]:
+        return f"kernels={zero[0]!r} on rank 0, kernels={other[0]!r} on rank {rank}"
+    a, b = Plan.from_json(zero[1]), Plan.from_json(other[1])
+    if a.source != b.source:
+        return f"labels {a.source!r} on rank 0, {b.source!r} on rank {rank}"
+    if len(a.blocks) != len(b.blocks):
+        return f"{len(a.blocks)} blocks on rank 0, {len(b.blocks)} on rank {rank}"
+    one, two = next((x, y) for x, y in zip(a.blocks, b.blocks, strict=True) if x != y)
+    if (one.name, one.kind) != (two.name, two.kind):
+        return f"block {one.name!r} ({one.kind}) on rank 0, {two.name!r} ({two.kind}) on rank {rank}"
+    return f"block {one.name!r}: {one.modes} on rank 0, {two.modes} on rank {rank}"
+
+
+def _end(processes: Sequence[subprocess.Popen], grace_s: float) -> None:
+    """Wait for processes to end by themselves, and end those that do not. SIGTERM would not reach one that hangs in a collective."""
+    deadline = time.monotonic() + grace_s
+    while time.monotonic() < deadline and any(process.poll() is None for process in processes):
+        time.sleep(0.1)
+    for process in processes:
+        if process.poll() is None:
+            process.kill()
 
 
 def _check_base_options(options: dict[str, Any]) -> None:

@@ -18,7 +18,7 @@ LEVELS: tuple[frozenset[str], ...] = (
     frozenset({"regions", "labels", "plan"}),
     frozenset({"replay", "tape", "ledger"}),
     frozenset({"kernels", "adapters"}),
-    frozenset({"takeover", "apply"}),
+    frozenset({"takeover", "apply", "board"}),
     frozenset({"strategies", "_registration", "callbacks"}),
     frozenset({"bench", "recipes"}),
     frozenset({"cli", "__main__"}),

@@ -90,11 +90,6 @@ def test_h17_single_rank_starts_no_collective(monkeypatch: pytest.MonkeyPatch) -
         assert names <= set(LOGGED)
 
 
-def test_h17_several_ranks_are_refused_at_setup() -> None:
-    with pytest.raises(RuntimeError, match=r"one process is supported .* got a world size of 2\. Use Trainer\(devices=1"):
-        quiet().setup(SimpleNamespace(world_size=2), Tiny(), "fit")  # type: ignore[arg-type]
-
-
 # H18
 
 

@@ -383,22 +383,6 @@ def test_the_control_says_that_nothing_is_installed_and_names_no_kernels() -> No
 # Options
 
 
-@pytest.mark.parametrize(
-    ("trainer_options", "expected"),
-    [
-        ({"devices": 2}, "devices=2, num_nodes=1"),
-        ({"num_nodes": 2}, "devices=1, num_nodes=2"),
-        ({"devices": 2, "num_nodes": 3}, "devices=2, num_nodes=3"),
-    ],
-)
-@pytest.mark.parametrize("by_name", [False, True])
-def test_several_devices_or_nodes_are_refused_in_the_trainer_constructor(trainer_options: dict[str, int], expected: str, by_name: bool) -> None:
-    with pytest.raises(RuntimeError, match="several devices are not supported yet") as caught:
-        Trainer(strategy="gdn" if by_name else GDNRecomputeStrategy(PLAN), **{**QUIET, **trainer_options})
-    assert expected in str(caught.value)
-    assert "apply_plan" in str(caught.value)
-
-
 def test_unknown_options_and_values_are_refused_at_once() -> None:
     with pytest.raises(ValueError, match=r"unknown options \['modulez'\].*recompute, offload, method"):
         GDNRecomputeStrategy(PLAN, modulez=["gdn_conv"])
