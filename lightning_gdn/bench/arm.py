@@ -28,7 +28,8 @@ from ..strategies import GDNRecomputeStrategy
 from .data import Text, make_loaders, read_text
 from .environment import collect
 from .errors import UserError
-from .module import FLOPS_FORMULA, BenchModule, flops_per_token, make_module, meta_model
+from .flops import FLOPS_FORMULA, flops_per_token
+from .module import BenchModule, fused_loss_problem, make_module, meta_model
 from .recipes import load
 from .records import SCHEMA, write_json
 from .schema import Recipe
@@ -43,7 +44,7 @@ def check_device(recipe: Recipe) -> str:
     """`"cpu"` or `"gpu"`, as Lightning will choose.
 
     Raises:
-        UserError: a GPU was asked for and torch sees none.
+        UserError: a GPU was asked for and torch sees none, or `trainer.loss` cannot run there.
     """
     wanted = recipe.trainer.accelerator
     there = torch.cuda.is_available()
@@ -51,7 +52,12 @@ def check_device(recipe: Recipe) -> str:
         built = torch.version.cuda
         why = f"torch {torch.__version__} is a CPU build" if built is None else f"torch {torch.__version__} (CUDA {built}) sees no device"
         raise UserError(f"trainer.accelerator: gpu was asked for, but {why}; write trainer.accelerator=cpu, or use recipes/demo_cpu.yaml")
-    return "gpu" if there and wanted != "cpu" else "cpu"
+    device = "gpu" if there and wanted != "cpu" else "cpu"
+    if recipe.trainer.loss == "fused_linear_cross_entropy":
+        problem = fused_loss_problem("cuda" if device == "gpu" else device)
+        if problem:
+            raise UserError(problem)
+    return device
 
 
 class ControlProbe(L.Callback):
@@ -142,11 +148,13 @@ def run_arm(
         train, validation = make_loaders(text, recipe)
         monitor = _monitor(recipe, folder, interactive)
         callbacks: list[L.Callback] = [monitor]
-        if parse_arm(arm).is_control:
+        control = parse_arm(arm).is_control
+        if control and recipe.plan.kernels == "stock":
             probe = ControlProbe(next(iter(train)))
             callbacks.append(probe)
         else:
-            strategy = GDNRecomputeStrategy(arm, kernels=recipe.plan.kernels)
+            # the control of fused kernels is installed too: every region kept, the same kernels as in the other arms
+            strategy = GDNRecomputeStrategy([] if control else arm, kernels=recipe.plan.kernels)
         if progress is not None:
             callbacks.append(_Progress(progress, recipe.trainer.max_steps))
         trainer = _trainer(recipe, device, strategy, callbacks, interactive, logger)

@@ -36,7 +36,9 @@ def _check_type(key: str, value: object, wanted: Any) -> None:
         wanted = next(kind for kind in typing.get_args(wanted) if kind is not type(None))
     if typing.get_origin(wanted) is list:
         if not isinstance(value, list):
-            raise UserError(f"{key}: expected a list, got {value!r}; for instance {key}=[none,full]")
+            raise UserError(
+                f"{key}: expected a list, got {value!r}; for instance {key}={'[0,3]' if typing.get_args(wanted) == (int,) else '[none,full]'}"
+            )
         for item in value:
             _check_type(key, item, typing.get_args(wanted)[0])
         return
@@ -72,6 +74,11 @@ def check_values(recipe: Recipe) -> None:
             f"model.linear_num_value_heads: expected a multiple of linear_num_key_heads={model.linear_num_key_heads}, "
             f"got {model.linear_num_value_heads}"
         )
+    _check_family(recipe)
+    if trainer.loss == "fused_linear_cross_entropy" and trainer.accelerator == "cpu":
+        raise UserError(
+            "trainer.loss: fused_linear_cross_entropy runs on a GPU only and trainer.accelerator is cpu; write trainer.loss=cross_entropy"
+        )
     if trainer.precision == "bf16-true" and model.dtype == "float32":
         raise UserError("model.dtype: float32 contradicts trainer.precision=bf16-true; use dtype auto, or precision 32-true or bf16-mixed")
     if trainer.devices > 1:
@@ -88,6 +95,22 @@ def check_values(recipe: Recipe) -> None:
             raise UserError(f"{key}: expected at least one arm, got an empty list")
         for arm in arms:
             check_arm(arm, key)
+
+
+def _check_family(recipe: Recipe) -> None:
+    model = recipe.model
+    if model.path is not None:
+        if model.family == "gdn_stack":
+            raise UserError("model.path: gdn_stack has random weights only, got a folder; leave out model.path, or take another model.family")
+        return
+    if model.family == "qwen3_next":
+        if model.num_experts_per_tok > model.num_experts:
+            raise UserError(f"model.num_experts_per_tok: expected at most num_experts={model.num_experts}, got {model.num_experts_per_tok}")
+        outside = [layer for layer in model.mlp_only_layers if not 0 <= layer < model.num_hidden_layers]
+        if outside:
+            raise UserError(f"model.mlp_only_layers: expected blocks 0 to {model.num_hidden_layers - 1}, got {outside[0]}")
+    elif model.mlp_only_layers:
+        raise UserError(f"model.mlp_only_layers: {model.family} has no experts, got {model.mlp_only_layers}; leave it out, or take qwen3_next")
 
 
 def check_arm(arm: str, key: str) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ..labels import LABELS, OFFLOAD_LABELS, parse_arm
+from ..regions import GDN, Mode
 from .data import BYTES
 from .judge import CONTROL
 from .recipes import Loaded
@@ -90,9 +91,10 @@ class _Counter:
         self.recipe = replace(recipe, model=replace(recipe.model, vocab_size=BYTES))
         self.device, self.batch = device, batch
         self.kernels: dict[str, str] = {}
-        self._models: dict[tuple[str, ...], nn.Module] = {}
+        self._models: dict[tuple[tuple[str, bool], ...], nn.Module] = {}
 
-    def _model(self, kinds: tuple[str, ...]) -> nn.Module:
+    def _model(self, kinds: tuple[tuple[str, bool], ...]) -> nn.Module:
+        """A model of these blocks: (transformers' kind, whether its MLP is dense)."""
         import torch
 
         from .module import build_model
@@ -100,7 +102,7 @@ class _Counter:
         if kinds not in self._models:
             self._models.clear()  # one at a time: the embedding of a large vocabulary is most of it
             with torch.random.fork_rng(), torch.device("cuda" if self.device == "gpu" else "cpu"):
-                self._models[kinds] = build_model(self.recipe, list(kinds))
+                self._models[kinds] = build_model(self.recipe, [kind for kind, _ in kinds], dense=[i for i, (_, dense) in enumerate(kinds) if dense])
         return self._models[kinds]
 
     def count(self, wanted: Sequence[Unit], tokens: int) -> dict[Unit, int]:
@@ -109,10 +111,9 @@ class _Counter:
 
         from ..apply import apply_plan, inspect_model, instrument
         from ..plan import BlockPlan, Plan
-        from ..regions import Mode
 
         flat = [block for unit in wanted for block in unit]
-        model = self._model(tuple({"gdn": "linear_attention"}.get(kind, "full_attention") for kind, _, _ in flat))
+        model = self._model(tuple(("linear_attention" if kind == GDN else "full_attention", "gate_up" in dict(modes)) for kind, modes, _ in flat))
         layouts = inspect_model(model).layouts
         blocks = tuple(
             BlockPlan(name=layout.name, kind=kind, modes=tuple((region, Mode(mode)) for region, mode in modes), carry=carry)
@@ -122,13 +123,13 @@ class _Counter:
         ids = torch.zeros((self.batch, tokens), dtype=torch.long, device="cuda" if self.device == "gpu" else "cpu")
         base: Any = model.base_model  # without the output projection: the logits of a large vocabulary are no part of a block
         if plan.is_control:
-            with instrument(model) as ledger, self._precision():
+            with instrument(model, kernels=self.recipe.plan.kernels) as ledger, self._precision():
                 base(input_ids=ids)
         else:
             with apply_plan(model, plan, kernels=self.recipe.plan.kernels) as applied, self._precision():
                 base(input_ids=ids)
             ledger = applied.ledger
-            self.kernels = {**self.kernels, **applied.kernels}
+        self.kernels |= ledger.kernels
         bytes_of: dict[str, int] = {}
         for row in ledger.rows():
             bytes_of[row.block] = bytes_of.get(row.block, 0) + row.kept_bytes + row.replay_input_bytes

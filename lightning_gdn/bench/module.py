@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,15 +13,12 @@ from torch import Tensor, nn
 
 from .errors import UserError
 from .schema import ModelConfig, Recipe
+from .stack import StackLM, next_ids
 
-__all__ = ["FLOPS_FORMULA", "BenchModule", "block_kinds", "build_model", "flops_per_token", "meta_model", "parameter_dtype"]
+__all__ = ["BenchModule", "block_kinds", "build_model", "fused_loss", "fused_loss_problem", "make_module", "meta_model", "parameter_dtype"]
 
 FP32_NAMES = ("A_log", "dt_bias")
 """Parameters of a Gated DeltaNet layer that are exponentiated or added before a softplus: bfloat16 would change the recurrence."""
-CHUNK = 64
-"""Chunk length of the gated delta rule in transformers and FLA, in tokens."""
-FLOPS_FORMULA = "6*N_matmul + 6*T*heads*head_dim per attention block + 3*heads*(2*64*(3K+2V) + 6*K*V) per GDN block, per token; recompute not counted"
-"""What `flops_per_token` computes."""
 
 
 def parameter_dtype(recipe: Recipe) -> torch.dtype:
@@ -34,6 +31,8 @@ def parameter_dtype(recipe: Recipe) -> torch.dtype:
 
 def layer_kinds(model: ModelConfig) -> list[str]:
     """transformers' name of each block's kind, in order."""
+    if model.family == "gdn_stack":
+        return ["linear_attention"] * model.num_hidden_layers
     return ["linear_attention" if (i + 1) % model.full_attention_interval else "full_attention" for i in range(model.num_hidden_layers)]
 
 
@@ -58,11 +57,12 @@ def block_kinds(recipe: Recipe) -> list[str]:
     return layer_kinds(recipe.model) if recipe.model.path is None else saved_layer_kinds(recipe)
 
 
-def build_model(recipe: Recipe, kinds: list[str] | None = None) -> nn.Module:
+def build_model(recipe: Recipe, kinds: list[str] | None = None, *, dense: Collection[int] | None = None) -> nn.Module:
     """Build the causal language model on the current default device, weights set by `trainer.seed`, `use_cache=False`.
 
     Args:
         kinds: build these blocks instead of the recipe's (with the recipe's dimensions and random weights, also for `model.path`).
+        dense: which of `kinds`, counted from 0, have a dense MLP where the others have experts; the recipe's own if None.
 
     Raises:
         UserError: `model.path` cannot be loaded, or transformers refuses the dimensions.
@@ -70,8 +70,12 @@ def build_model(recipe: Recipe, kinds: list[str] | None = None) -> nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(recipe.trainer.seed)
-    if recipe.model.path is None:
+    if recipe.model.path is None and recipe.model.family == "gdn_stack":
+        with _float32():
+            model: nn.Module = StackLM(recipe.model, len(kinds or layer_kinds(recipe.model)))
+    elif recipe.model.path is None:
         config = _text_config(recipe.model, kinds or layer_kinds(recipe.model))
+        _set_dense(config, dense)
         model = _from_config(config)
     else:
         folder = str(Path(recipe.model.path).expanduser())
@@ -83,14 +87,16 @@ def build_model(recipe: Recipe, kinds: list[str] | None = None) -> nn.Module:
             else:
                 config = AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config()
                 config.layer_types, config.num_hidden_layers = list(kinds), len(kinds)
+                _set_dense(config, dense)
                 config._attn_implementation = recipe.model.attn_implementation
                 model = _from_config(config)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # transformers and safetensors raise many classes for a folder that is no model
             raise UserError(f"model.path: {recipe.model.path} cannot be loaded: {str(error).splitlines()[0]}") from error
-    configuration: Any = model.config
-    configuration.use_cache = False
+    if not isinstance(model, StackLM):
+        configuration: Any = model.config
+        configuration.use_cache = False
     dtype = parameter_dtype(recipe)
     if dtype != torch.float32:
         with _kept_fp32(model, enabled=recipe.model.keep_fp32):
@@ -104,32 +110,46 @@ def meta_model(recipe: Recipe) -> nn.Module:
         return build_model(recipe, block_kinds(recipe))
 
 
-def _text_config(model: ModelConfig, kinds: list[str]) -> Any:
-    from transformers import Qwen3_5TextConfig
+_SAME_FIELDS = (
+    "hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim linear_num_key_heads linear_num_value_heads "
+    "linear_key_head_dim linear_value_head_dim linear_conv_kernel_dim vocab_size tie_word_embeddings"
+).split()
+"""Fields that a recipe and transformers' configurations call the same."""
+_MOE_FIELDS = "num_experts num_experts_per_tok moe_intermediate_size shared_expert_intermediate_size mlp_only_layers".split()
 
-    same = (
-        "hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim linear_num_key_heads linear_num_value_heads "
-        "linear_key_head_dim linear_value_head_dim linear_conv_kernel_dim vocab_size tie_word_embeddings"
-    ).split()
+
+def _text_config(model: ModelConfig, kinds: list[str]) -> Any:
+    from transformers import Qwen3_5TextConfig, Qwen3NextConfig
+
+    cls, names = (Qwen3NextConfig, [*_SAME_FIELDS, *_MOE_FIELDS]) if model.family == "qwen3_next" else (Qwen3_5TextConfig, _SAME_FIELDS)
     try:
-        config = Qwen3_5TextConfig(
-            num_hidden_layers=len(kinds), layer_types=list(kinds), use_cache=False, **{name: getattr(model, name) for name in same}
-        )
+        config = cls(num_hidden_layers=len(kinds), layer_types=list(kinds), use_cache=False, **{name: getattr(model, name) for name in names})
     except (ValueError, TypeError) as error:
         raise UserError(f"model: transformers refuses these dimensions: {str(error).splitlines()[0]}") from error
     config._attn_implementation = model.attn_implementation
     return config
 
 
+def _set_dense(config: Any, dense: Collection[int] | None) -> None:
+    if dense is not None and hasattr(config, "mlp_only_layers"):
+        config.mlp_only_layers, config.decoder_sparse_step = sorted(dense), 1
+
+
 def _from_config(config: Any) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
-    # float32 whatever Lightning set: weights are drawn once at full precision and rounded by `build_model`, A_log never
+    with _float32():
+        config.dtype = torch.float32
+        return AutoModelForCausalLM.from_config(config, attn_implementation=config._attn_implementation)
+
+
+@contextmanager
+def _float32() -> Iterator[None]:
+    """float32 whatever Lightning set: weights are drawn once at full precision and rounded by `build_model`, A_log never."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     try:
-        config.dtype = torch.float32
-        return AutoModelForCausalLM.from_config(config, attn_implementation=config._attn_implementation)
+        yield
     finally:
         torch.set_default_dtype(before)
 
@@ -168,7 +188,7 @@ def _kept_fp32(model: nn.Module, *, enabled: bool) -> Iterator[None]:
 
 
 class BenchModule(L.LightningModule):
-    """Next-byte prediction with the model's own loss, AdamW, and a record of every loss.
+    """Next-byte prediction, AdamW, and a record of every loss.
 
     The model is built in `configure_model`, on the device that Lightning chose, from the recipe's seed. A model loaded from a folder
     stays in eval mode, as transformers leaves it; gradients do not depend on that.
@@ -194,6 +214,8 @@ class BenchModule(L.LightningModule):
     def forward(self, ids: Tensor) -> Tensor:
         """Cross entropy of the next byte; `ids` [B, T], returns a scalar in nats per byte."""
         assert self.model is not None, "configure_model runs first"
+        if self.recipe.trainer.loss == "fused_linear_cross_entropy":
+            return fused_loss(self.model, ids)
         loss: Tensor = self.model(input_ids=ids, labels=ids).loss
         return loss
 
@@ -218,27 +240,38 @@ class ValidatedModule(BenchModule):
         self.log("val/loss", loss, prog_bar=True, batch_size=batch.shape[0])
 
 
+def fused_loss_problem(device: str) -> str | None:
+    """Why flash-linear-attention's loss cannot run on this kind of device, or None."""
+    remedy = "write trainer.loss=cross_entropy"
+    if device != "cuda":
+        return f"trainer.loss: fused_linear_cross_entropy runs on a GPU only, this is {device}; {remedy}"
+    try:
+        import fla.modules.fused_linear_cross_entropy  # noqa: F401
+    except ImportError as error:
+        return f"trainer.loss: fused_linear_cross_entropy needs flash-linear-attention ({error}); pip install 'lightning-gdn[cuda]', or {remedy}"
+    return None
+
+
+def fused_loss(model: Any, ids: Tensor) -> Tensor:
+    """flash-linear-attention's cross entropy of the next byte, from hidden states and the weight of the output projection.
+
+    Raises:
+        UserError: not on a GPU, or flash-linear-attention is missing.
+    """
+    problem = fused_loss_problem(ids.device.type)
+    if problem:
+        raise UserError(problem)
+    from fla.modules.fused_linear_cross_entropy import FusedLinearCrossEntropyLoss
+
+    hidden, weight = model.base_model(input_ids=ids).last_hidden_state, model.lm_head.weight
+    if torch.is_autocast_enabled("cuda"):  # the kernels do not know autocast; a Linear would cast both
+        dtype = torch.get_autocast_dtype("cuda")
+        hidden, weight = hidden.to(dtype), weight.to(dtype)
+    with torch.autocast("cuda", enabled=False):
+        loss: Tensor = FusedLinearCrossEntropyLoss()(hidden, next_ids(ids), weight)
+    return loss
+
+
 def make_module(recipe: Recipe) -> BenchModule:
     """The LightningModule of a recipe."""
     return ValidatedModule(recipe) if recipe.trainer.val_every else BenchModule(recipe)
-
-
-def flops_per_token(model: nn.Module, seq_len: int) -> float:
-    """Model FLOPs of one token's forward and backward: what the mathematics needs, replays not counted.
-
-    Matrix products cost 2 FLOPs per weight and token forward and twice that backward: 6*N over the weights of Linear and convolution
-    layers, the output projection included, the embedding look-up not (as in Kaplan et al. 2020). Causal attention adds
-    6*T*heads*head_dim (half of PaLM's 12, appendix B, since half of the scores are masked). A Gated DeltaNet head adds, with chunks of
-    C=64 tokens, 2*C*(3K+2V) inside a chunk and 6*K*V for its state (Yang et al. 2024, section 3), three times that with the backward.
-    """
-    weights = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear | nn.Conv1d))
-    config: Any = model.config
-    config = config.get_text_config()
-    total = 6.0 * weights
-    k, v = config.linear_key_head_dim, config.linear_value_head_dim
-    for kind in config.layer_types:
-        if kind == "full_attention":
-            total += 6.0 * seq_len * config.num_attention_heads * config.head_dim
-        else:
-            total += 3.0 * config.linear_num_value_heads * (2 * CHUNK * (3 * k + 2 * v) + 6 * k * v)
-    return total

@@ -26,16 +26,27 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The model: a Qwen3.5-shaped hybrid with random weights, or a local folder of weights."""
+    """The model: random weights in the shape of a family, or a local folder of weights."""
 
     family: str = "qwen3_5"
-    """Model family that is built when `path` is not given."""
+    """What is built when `path` is not given: `qwen3_5` (dense hybrid), `qwen3_next` (hybrid with mixture of experts), or `gdn_stack`
+    (Gated DeltaNet layers only, no MLP; of the sizes below it uses `hidden_size`, `num_hidden_layers`, `linear_*` and the vocabulary's)."""
     path: str | None = None
     """Local folder written by `save_pretrained`; then the sizes below are ignored, the folder's own are used. Nothing is downloaded."""
     hidden_size: int = 1024
     """H, width of the residual stream. Weights grow with H squared, retained bytes with H."""
     intermediate_size: int = 3584
     """Width of the dense MLP. Per token and block about three tensors of this width are retained."""
+    num_experts: int = 512
+    """`qwen3_next`: experts per block. Weights are proportional to it, computation is not."""
+    num_experts_per_tok: int = 10
+    """`qwen3_next`: experts that each token is sent to. Computation and retained bytes of the experts are proportional to it."""
+    moe_intermediate_size: int = 512
+    """`qwen3_next`: width of one expert."""
+    shared_expert_intermediate_size: int = 512
+    """`qwen3_next`: width of the expert that every token passes."""
+    mlp_only_layers: list[int] = field(default_factory=list)
+    """`qwen3_next`: blocks (from 0) with a dense MLP in place of experts."""
     num_hidden_layers: int = 24
     """Number of blocks. Time, weights and retained bytes are proportional to it."""
     full_attention_interval: int = 4
@@ -110,6 +121,9 @@ class TrainerConfig:
     """Clip the gradient norm to this value; costs one pass over all gradients."""
     seed: int = 0
     """Seed of the random weights."""
+    loss: str = "cross_entropy"
+    """`cross_entropy` is the model's own: logits of the whole vocabulary and their float32 copy are held. `fused_linear_cross_entropy` is
+    flash-linear-attention's, on a GPU: output projection and loss chunk by chunk, gradients made in the forward, no logits retained."""
     num_threads: int | None = None
     """CPU threads of each arm. Fix it on CPU: sums are bit-equal only with an equal number of threads."""
 
@@ -121,7 +135,8 @@ class PlanConfig:
     arm: str = "none"
     """Arm grammar: `none`, labels joined by `+`, `full`, `full:block:6`. `lightning-gdn labels` lists them with their price."""
     kernels: str = "stock"
-    """`stock` calls what the model itself would call. One setting for all arms of a comparison."""
+    """`stock` calls what the model itself would call; `fused` flash-linear-attention's convolution and gated norm on a GPU (less memory,
+    faster, not bit-equal to `stock`; on a CPU both are the same torch functions). One setting for all arms, the control included."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,12 +187,13 @@ class Recipe:
 
 
 CHOICES: dict[str, tuple[str, ...]] = {
-    "model.family": ("qwen3_5",),
+    "model.family": ("qwen3_5", "qwen3_next", "gdn_stack"),
     "model.dtype": ("auto", "float32", "bfloat16"),
     "model.attn_implementation": ("sdpa", "eager"),
     "trainer.accelerator": ("auto", "cpu", "gpu"),
     "trainer.precision": ("32-true", "bf16-mixed", "bf16-true"),
-    "plan.kernels": ("stock",),
+    "trainer.loss": ("cross_entropy", "fused_linear_cross_entropy"),
+    "plan.kernels": ("stock", "fused"),
     "wandb.mode": ("auto", "online", "offline"),
     "logger": ("none", "csv", "wandb"),
 }
@@ -188,7 +204,8 @@ POSITIVE: dict[str, float] = {
         (
             "model.hidden_size model.intermediate_size model.num_hidden_layers model.full_attention_interval model.num_attention_heads "
             "model.num_key_value_heads model.head_dim model.linear_num_key_heads model.linear_num_value_heads model.linear_key_head_dim "
-            "model.linear_value_head_dim model.linear_conv_kernel_dim model.vocab_size data.batch_size data.max_mib trainer.devices "
+            "model.linear_value_head_dim model.linear_conv_kernel_dim model.vocab_size model.num_experts model.num_experts_per_tok "
+            "model.moe_intermediate_size model.shared_expert_intermediate_size data.batch_size data.max_mib trainer.devices "
             "trainer.max_steps trainer.accumulate_grad_batches trainer.val_batches trainer.num_threads compare.rounds"
         ).split(),
         1,
