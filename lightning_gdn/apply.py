@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from .adapters import Adapter, adapters_for
-from .kernels import runtime_problem
+from .kernels import KERNELS, runtime_problem
 from .labels import LABELS, Selection, select
 from .ledger import Ledger
 from .plan import Plan
@@ -26,7 +26,6 @@ from .takeover import ON_FOREIGN_HOOKS, BlockTakeover, PartTakeover, Session, Ta
 
 __all__ = ["AppliedPlan", "FreesNothingWarning", "apply_plan", "inspect_model", "instrument"]
 
-KERNELS = ("stock",)
 _log = logging.getLogger("lightning_gdn")
 
 
@@ -124,7 +123,7 @@ class AppliedPlan:
     def describe(self) -> str:
         """Blocks, plan and kernels, a line each."""
         lines = [self._found, str(self.plan)]
-        if self.plan.is_control:
+        if self.plan.is_control and self._session.kernels == "stock":
             lines.append("nothing is installed: the model runs untouched")
         if self.kernels:
             lines.append("kernels: " + ", ".join(f"{region} {name}" for region, name in self.kernels.items()))
@@ -135,7 +134,7 @@ class AppliedPlan:
         found = self._example
         if found is None or device.type != "cuda":
             return []
-        rule = found.adapter.kernels(found.module, device).get("delta_rule", "")
+        rule = found.adapter.kernels(found.module, device, self._session.kernels).get("delta_rule", "")
         if rule.startswith("torch."):
             return [
                 f"the gated delta rule will run as {rule} on {device}: flash-linear-attention is not bound (not installed, or its import failed when "
@@ -210,7 +209,7 @@ def _is_compiled(model: nn.Module) -> bool:
 
 
 def _no_blocks(model: nn.Module, report: ModelReport) -> ValueError:
-    known = "Hugging Face qwen3_5 dense text models (class Qwen3_5DecoderLayer)"
+    known = "Hugging Face qwen3_5 (class Qwen3_5DecoderLayer) and qwen3_next (class Qwen3NextDecoderLayer)"
     seen = f" Modules that look like Gated DeltaNet but are of no known family: {', '.join(report.unknown[:5])}." if report.unknown else ""
     return ValueError(
         f"model {type(model).__name__}: 0 blocks were found to take over. Looked for decoder layers with a Gated DeltaNet mixer of {known} in every "
@@ -230,7 +229,8 @@ def apply_plan(
     Args:
         model: any module that contains the blocks, at any depth. Parameters, names and `state_dict` do not change.
         plan_or_labels: labels (`["gdn_conv", "layernorm"]`, `"full:block:6"`, `[]` for the control), or a `Plan` made for this model.
-        kernels: `"stock"` runs what the model itself would run.
+        kernels: `"stock"` runs what the model itself would run; `"fused"` flash-linear-attention's convolution and gated norm on CUDA
+            (less memory, faster, not bit-equal to the eager ones), also with the control.
         on_foreign_hooks: what to do when a block is called inside other saved-tensor hooks: `"raise"`, or `"bypass"` (run untouched).
 
     Returns:
@@ -242,8 +242,7 @@ def apply_plan(
         RuntimeError: the model is under a plan already.
     """
     if kernels not in KERNELS:
-        later = " (fused kernels are not part of this version)" if kernels == "fused" else ""
-        raise ValueError(f"kernels: expected one of {', '.join(KERNELS)}, got {kernels!r}{later}")
+        raise ValueError(f"kernels: expected one of {', '.join(KERNELS)}, got {kernels!r}")
     if on_foreign_hooks not in ON_FOREIGN_HOOKS:
         raise ValueError(f"on_foreign_hooks: expected one of {', '.join(ON_FOREIGN_HOOKS)}, got {on_foreign_hooks!r}")
     selection = None
@@ -251,12 +250,12 @@ def apply_plan(
         selection = plan_or_labels if isinstance(plan_or_labels, Selection) else select(plan_or_labels)
     report = inspect_model(model)
     control = selection.is_control if selection is not None else plan_or_labels.is_control  # type: ignore[union-attr]
-    if not control and not any(layout.kind == GDN for layout in report.layouts):
+    if not (control and kernels == "stock") and not any(layout.kind == GDN for layout in report.layouts):
         raise _no_blocks(model, report)
     plan = Plan.from_labels(selection, report.layouts) if selection is not None else _checked(plan_or_labels, report)  # type: ignore[arg-type]
-    session = Session(Ledger(block.name for block in plan.blocks), on_foreign_hooks)
+    session = Session(Ledger(block.name for block in plan.blocks), kernels, on_foreign_hooks)
     _refuse_second_plan(report)  # the control too: a model under a plan is no control
-    if plan.is_control:
+    if plan.is_control and kernels == "stock":
         return AppliedPlan(report, plan, selection, session, ())
     _refuse_other_recompute(model, report)
     if report.unknown:
@@ -294,7 +293,7 @@ def _install(report: ModelReport, plan: Plan, session: Session) -> list[Takeover
 
 
 @contextmanager
-def instrument(model: nn.Module) -> Iterator[Ledger]:
+def instrument(model: nn.Module, *, kernels: str = "stock") -> Iterator[Ledger]:
     """Count what the untouched model retains: every region in `keep`, the ledger on for the first forward of each block.
 
         with instrument(model) as ledger:
@@ -309,7 +308,7 @@ def instrument(model: nn.Module) -> Iterator[Ledger]:
         raise _no_blocks(model, report)
     _refuse_second_plan(report)
     plan = Plan.keep(report.layouts)
-    session = Session(Ledger(block.name for block in plan.blocks), "raise")
+    session = Session(Ledger(block.name for block in plan.blocks), kernels, "raise")
     applied = AppliedPlan(report, plan, None, session, _install(report, plan, session))
     with applied:
         yield applied.ledger

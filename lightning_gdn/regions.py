@@ -56,6 +56,7 @@ REGIONS: dict[str, str] = {
     "gate_up": "gate and up projections of the dense MLP",
     "act": "activation and product of the dense MLP",
     "down": "down projection of the dense MLP",
+    "moe": "mixture-of-experts part as one step; always kept, so that routing decisions are never replayed",
     "router": "expert routing (its decisions are kept, never replayed)",
     "experts": "routed experts",
     "moe_act": "activation inside the experts",

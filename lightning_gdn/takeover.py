@@ -28,8 +28,8 @@ _CARRY = "_lightning_gdn_carry"
 class Session:
     """What the takeovers of one model share."""
 
-    def __init__(self, ledger: Ledger, on_foreign_hooks: str) -> None:
-        self.ledger = ledger
+    def __init__(self, ledger: Ledger, kernels: str, on_foreign_hooks: str) -> None:
+        self.ledger, self.kernels = ledger, kernels
         self.on_foreign_hooks = on_foreign_hooks
         self.ended = False
         """True after undo: copies of the model made meanwhile (EMA, a saved best model) run untouched from then on."""
@@ -154,8 +154,8 @@ class BlockTakeover(Takeover):
             return self._as_it_is(module, x.device, args, kwargs)
         handed_on: Carry | None = x.__dict__.pop(_CARRY, None) if self._continues else None
         if probe is not None and self._adapter is not None:
-            session.ledger.kernels.update(self._adapter.kernels(module, x.device))
-        with Tape(self._modes, x.device, probe, handed_on) as tape:
+            session.ledger.kernels.update(self._adapter.kernels(module, x.device, session.kernels))
+        with Tape(self._modes, x.device, probe, handed_on, session.kernels) as tape:
             out = self._run(module, tape, *args, **kwargs)
             carry = tape.carry(out) if self._carry else None
         if carry is not None:
@@ -165,9 +165,9 @@ class BlockTakeover(Takeover):
         return out
 
     def _as_it_is(self, module: nn.Module, device: torch.device, args: Any, kwargs: Any) -> Any:
-        if self._adapter is None or self._adapter.own_forward_runs(module, device):
+        if self._adapter is None or self._adapter.own_forward_runs(module, device, self.session.kernels):
             return self.untouched(module, *args, **kwargs)
-        with Tape({}, device) as tape:  # nothing in it opens hooks
+        with Tape({}, device, kernels=self.session.kernels) as tape:  # nothing in it opens hooks
             return self._run(module, tape, *args, **kwargs)
 
     def _may_run(self, module: nn.Module) -> bool:

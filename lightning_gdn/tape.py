@@ -89,9 +89,13 @@ class Tape:
         device: the block's device (autocast and random state are taken from it).
         probe: the ledger's probe in an instrumented step; then hooks are open around the whole block.
         carry: the block's input, if the block before handed it on.
+        kernels: the option `kernels`, for the adapter to read.
     """
 
-    def __init__(self, modes: Mapping[str, Mode], device: torch.device, probe: Probe | None = None, carry: Carry | None = None) -> None:
+    def __init__(
+        self, modes: Mapping[str, Mode], device: torch.device, probe: Probe | None = None, carry: Carry | None = None, kernels: str = "stock"
+    ) -> None:
+        self.kernels = kernels
         self._modes, self._device, self._probe = modes, device, probe
         self._autocast: tuple[str, bool, torch.dtype, torch.dtype] | None = None
         self._registry: dict[int, _Output] = {} if carry is None else {carry.key: carry.output}

@@ -16,7 +16,11 @@ from ..tape import Tape
 
 __all__ = ["Adapter", "adapters_for"]
 
-_FAMILIES = {"transformers.models.qwen3_5.modeling_qwen3_5": "lightning_gdn.adapters.qwen3_5"}
+_FAMILIES = {
+    "transformers.models.qwen3_5.modeling_qwen3_5": "lightning_gdn.adapters.qwen3_5",
+    "lightning_gdn.models.gdn_stack": "lightning_gdn.adapters.gdn_stack",
+    "transformers.models.qwen3_next.modeling_qwen3_next": "lightning_gdn.adapters.qwen3_next",
+}
 """Modeling module -> adapter module. A model of a family exists only after its modeling module was imported."""
 
 
@@ -45,11 +49,11 @@ class Adapter(ABC):
         """Submodules of the block whose forward is replaced too: `(module, function(module, tape, *args, **kwargs))`."""
 
     @abstractmethod
-    def kernels(self, block: nn.Module, device: torch.device) -> dict[str, str]:
-        """Region -> name of the kernel that runs in it on this device, for regions where there is a choice."""
+    def kernels(self, block: nn.Module, device: torch.device, kernels: str) -> dict[str, str]:
+        """Region -> name of the kernel that runs in it on this device under the option `kernels`, where there is a choice."""
 
-    def own_forward_runs(self, block: nn.Module, device: torch.device) -> bool:
-        """Whether the block class's own forward would run the same kernels on this device; False where what it calls would fail."""
+    def own_forward_runs(self, block: nn.Module, device: torch.device, kernels: str) -> bool:
+        """Whether the block class's own forward would run the same kernels on this device; False too where what it calls would fail."""
         return True
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["bound_function", "describe", "flash_l2norm", "is_flash_linear_attention", "runtime_problem", "stock_function", "torch_function"]
+__all__ = ["bound_function", "describe", "is_flash_linear_attention", "runtime_problem", "stock_function", "torch_function"]
 
 HOPPER = (9, 0)
 TRITON_FLOOR = (3, 7, 1)
@@ -57,13 +57,6 @@ def stock_function(module: Any, name: str, device: torch.device, reference: Call
 def is_flash_linear_attention(function: Callable[..., Any]) -> bool:
     """True if the function is flash-linear-attention's, or a transformers wrapper bound to it."""
     return str(getattr(bound_function(function), "__module__", "")).partition(".")[0] == "fla"
-
-
-def flash_l2norm(x: torch.Tensor) -> torch.Tensor:
-    """flash-linear-attention's l2-norm over the last dimension, the kernel that its delta rule runs inside (eps 1e-6)."""
-    from fla.modules.norm.l2norm import l2norm
-
-    return l2norm(x)
 
 
 def describe(function: Callable[..., Any]) -> str:

@@ -17,7 +17,7 @@ PACKAGE = "lightning_gdn"
 LEVELS: tuple[frozenset[str], ...] = (
     frozenset({"regions", "labels", "plan"}),
     frozenset({"replay", "tape", "ledger"}),
-    frozenset({"kernels", "adapters"}),
+    frozenset({"kernels", "models", "adapters"}),
     frozenset({"takeover", "apply", "board"}),
     frozenset({"strategies", "_registration", "callbacks"}),
     frozenset({"bench", "recipes"}),

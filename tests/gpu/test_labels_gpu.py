@@ -151,12 +151,13 @@ def test_a_planted_error_is_outside_the_noise(production: Rig, monkeypatch: pyte
     from lightning_gdn import in_replay
     from lightning_gdn.adapters import qwen3_5
 
-    plain = qwen3_5._NORM_OUT.call
+    regions = qwen3_5.FAMILY.regions
+    plain = regions.norm_out.call
 
-    def slightly_off(mixer: nn.Module, o: Tensor, z: Tensor) -> Tensor:
-        return plain(mixer, o, z * (1.01 if in_replay() else 1.0))  # not o: the norm would take the factor out again
+    def slightly_off(mixer: nn.Module, family: object, kernels: str, o: Tensor, z: Tensor) -> Tensor:
+        return plain(mixer, family, kernels, o, z * (1.01 if in_replay() else 1.0))  # not o: the norm would take the factor out again
 
-    monkeypatch.setattr(qwen3_5, "_NORM_OUT", replace(qwen3_5._NORM_OUT, call=slightly_off))
+    monkeypatch.setattr(qwen3_5.FAMILY, "regions", replace(regions, norm_out=replace(regions.norm_out, call=slightly_off)))
     affected = "linear_attn.out_proj.weight"  # its gradient is a product with the replayed output
     production.step()
     noise, _ = production.difference(affected)

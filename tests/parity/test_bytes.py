@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_gdn.adapters import qwen3_5 as adapter
+from lightning_gdn.adapters.hf_regions import RULE, Family
 from lightning_gdn.apply import AppliedPlan, apply_plan, instrument
 from lightning_gdn.ledger import Ledger, LedgerRow
 from lightning_gdn.tape import MIN_INTERNAL_BYTES
@@ -224,8 +224,8 @@ def fake_rule(q: Tensor, k: Tensor, v: Tensor, *, g: Tensor, beta: Tensor, **_: 
 def test_conv_and_its_output_differ_where_the_rule_saves_what_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     """Transformers' torch rule saves nothing of the convolution's output, so W3, W4 and gdn_conv cannot be told apart there. Here they can:
     W3 keeps the output (a plain checkpoint), W4 and gdn_conv free it too, though it is the rule, a region in `keep`, that saves it."""
-    kernel = adapter._kernel
-    monkeypatch.setattr(adapter, "_kernel", lambda name, device: fake_rule if name == adapter._RULE else kernel(name, device))
+    kernel = Family.kernel
+    monkeypatch.setattr(Family, "kernel", lambda self, name, device: fake_rule if name == RULE else kernel(self, name, device))
     model = tiny_qwen3_5(num_hidden_layers=1, linear_num_key_heads=4)
     batch = tiny_batch(2, 65)
     with instrument(model) as ledger:

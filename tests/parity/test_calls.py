@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_gdn.adapters import qwen3_5 as adapter
+from lightning_gdn.adapters.hf_regions import CONV, Family
 from lightning_gdn.apply import apply_plan
 from lightning_gdn.tape import in_replay
 from tests.models import tiny_batch, tiny_qwen3_5
@@ -52,18 +52,18 @@ class CountedStep:
     def __init__(self, model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
         self.model = model
         self.kernels = {"conv": 0, "delta_rule": 0}
-        original = adapter._kernel
+        original = Family.kernel
 
-        def counted(name: str, device: torch.device) -> Any:
-            run = original(name, device)
+        def counted(family: Family, name: str, device: torch.device) -> Any:
+            run = original(family, name, device)
 
             def kernel(*args: Any, **kwargs: Any) -> Any:
-                self.kernels["conv" if name == adapter._CONV else "delta_rule"] += 1
+                self.kernels["conv" if name == CONV else "delta_rule"] += 1
                 return run(*args, **kwargs)
 
             return kernel
 
-        monkeypatch.setattr(adapter, "_kernel", counted)
+        monkeypatch.setattr(Family, "kernel", counted)
 
     def __call__(self, backward: bool = True) -> dict[str, int]:
         self.kernels.update(conv=0, delta_rule=0)

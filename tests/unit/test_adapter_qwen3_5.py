@@ -11,23 +11,25 @@ import transformers
 import transformers.models.qwen3_5.modeling_qwen3_5 as modeling
 from transformers import DynamicCache
 
-from lightning_gdn.adapters import qwen3_5 as adapter
+from lightning_gdn.adapters import hf_regions, qwen3_5, qwen3_next
 from lightning_gdn.adapters.base import adapters_for
 from lightning_gdn.apply import apply_plan, inspect_model
 from lightning_gdn.regions import REGIONS
 from lightning_gdn.tape import RegionFn
 from tests.models import tiny_batch, tiny_qwen3_5
 
-REGION_FUNCTIONS = [value for value in vars(adapter).values() if isinstance(value, RegionFn)]
+FAMILY = qwen3_5.FAMILY
+REGION_FUNCTIONS = [value for value in vars(FAMILY.regions).values() if isinstance(value, RegionFn)]
+NEXT_IN_PROJ = qwen3_next.FAMILY.regions.in_proj
 
 
-@pytest.mark.parametrize("fn", REGION_FUNCTIONS, ids=lambda fn: fn.name)
+@pytest.mark.parametrize("fn", [*REGION_FUNCTIONS, NEXT_IN_PROJ], ids=lambda fn: f"{fn.call.__module__.rpartition('.')[2]}.{fn.name}")
 def test_region_functions_close_over_nothing(fn: RegionFn) -> None:
     """A region function that holds a tensor is a permanent leak when a backward never comes."""
     assert inspect.isfunction(fn.call)
     assert fn.call.__closure__ is None
-    assert fn.call.__module__ == adapter.__name__
-    assert getattr(adapter, fn.call.__name__) is fn.call, "a function of the module's top level"
+    home = next(module for module in (hf_regions, qwen3_5, qwen3_next) if module.__name__ == fn.call.__module__)
+    assert getattr(home, fn.call.__name__) is fn.call, "a function of the module's top level"
     assert fn.call.__defaults__ is None
     assert fn.call.__kwdefaults__ is None
     assert not any(isinstance(value, torch.Tensor) for value in inspect.getclosurevars(fn.call).globals.values())
@@ -41,7 +43,7 @@ def test_regions_name_real_parts_of_the_modules() -> None:
         assert fn.name in REGIONS
         assert any(set(fn.modules) <= set(o._modules) and set(fn.params) <= set(o._parameters) for o in owners), fn.name
     # Every parameter of a block belongs to a region, or an edit of it between forward and backward would go unnoticed.
-    named = {part for fn in REGION_FUNCTIONS for part in (*fn.modules, *fn.params)}
+    named = {part for fn in REGION_FUNCTIONS if fn.name != "moe" for part in (*fn.modules, *fn.params)}
     for name, _ in [*block.named_parameters(), *attention.named_parameters()]:
         assert named & set(name.split(".")), name
 
@@ -57,23 +59,23 @@ def test_layouts_list_what_the_forward_runs() -> None:
 def test_what_differs_between_versions_is_read_off_rightly() -> None:
     """transformers renamed the cache argument in 5.24 and dropped the head repeat from the layer in 5.23."""
     version = tuple(int(part) for part in re.findall(r"\d+", transformers.__version__)[:2])
-    assert (adapter._MIXER_CACHE == "cache") == (version >= (5, 24))
-    assert (version < (5, 23)) == adapter._LAYER_REPEATS_HEADS
-    parameters = inspect.signature(adapter._BLOCK_FORWARD).parameters
-    assert ("cache" in parameters) == adapter._NEW_CACHE_NAME
+    assert (FAMILY.mixer_cache == "cache") == (version >= (5, 24))
+    assert (version < (5, 23)) == FAMILY.repeats_heads
+    parameters = inspect.signature(inspect.unwrap(FAMILY.block.forward)).parameters
+    assert ("cache" in parameters) == FAMILY.new_cache_name
 
 
 def test_the_family_is_found_once_its_modeling_module_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 
-    assert [a.name for a in adapters_for()] == ["qwen3_5"]
+    assert [a.name for a in adapters_for()] == ["qwen3_5", "qwen3_next"]
     monkeypatch.delitem(sys.modules, modeling.__name__)
-    assert adapters_for() == []
+    assert [a.name for a in adapters_for()] == ["qwen3_next"]
 
 
 @pytest.mark.parametrize("name", ["past_key_values", "cache"])
 def test_a_cache_of_the_caller_under_either_name(name: str) -> None:
-    if name == "cache" and not adapter._NEW_CACHE_NAME:
+    if name == "cache" and not FAMILY.new_cache_name:
         pytest.skip("this transformers knows past_key_values only")
     model = tiny_qwen3_5()
     batch = tiny_batch(2, 33)
@@ -81,7 +83,7 @@ def test_a_cache_of_the_caller_under_either_name(name: str) -> None:
     def run() -> tuple[list[torch.Tensor | None], DynamicCache]:
         model.zero_grad()
         cache = DynamicCache(config=model.config)
-        with pytest.warns(FutureWarning, match="cache") if name == "past_key_values" and adapter._NEW_CACHE_NAME else _nothing():
+        with pytest.warns(FutureWarning, match="cache") if name == "past_key_values" and FAMILY.new_cache_name else _nothing():
             model(**batch, **{name: cache}, use_cache=True).loss.backward()
         return [p.grad for p in model.parameters()], cache
 
@@ -108,7 +110,7 @@ def test_training_on_top_of_a_filled_cache_does_what_the_untouched_model_does() 
 
     def run() -> list[torch.Tensor | None]:
         model.zero_grad()
-        cache_name = "cache" if adapter._NEW_CACHE_NAME else "past_key_values"
+        cache_name = "cache" if FAMILY.new_cache_name else "past_key_values"
         cache = DynamicCache(config=model.config)
         with torch.no_grad():
             model(input_ids=ids[:, :20], use_cache=True, **{cache_name: cache})

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers.models.olmo_hybrid.configuration_olmo_hybrid import OlmoHybridConfig
+from transformers.models.olmo_hybrid.modeling_olmo_hybrid import OlmoHybridForCausalLM
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer
-from transformers.models.qwen3_next.configuration_qwen3_next import Qwen3NextConfig
-from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextForCausalLM
 
 from lightning_gdn.apply import FreesNothingWarning, apply_plan, inspect_model, instrument
 from lightning_gdn.labels import parse_arm, select
@@ -19,11 +19,17 @@ from lightning_gdn.plan import Plan
 from tests.models import tiny_batch, tiny_qwen3_5
 
 
-def qwen3_next() -> nn.Module:
-    fields = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
-    linear = {"linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
-    experts = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
-    return Qwen3NextForCausalLM(Qwen3NextConfig(**fields, **linear, **experts, layer_types=["linear_attention"] * 2))
+def olmo_hybrid() -> nn.Module:
+    fields = {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+    }
+    linear = {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 16}
+    return OlmoHybridForCausalLM(OlmoHybridConfig(**fields, **linear, layer_types=["linear_attention", "full_attention"], pad_token_id=0))
 
 
 def gradients(model: nn.Module) -> list[Tensor | None]:
@@ -47,13 +53,13 @@ def test_h01_a_model_with_attention_blocks_only_is_an_error() -> None:
 
 
 def test_h13_an_unknown_family_is_refused_by_name() -> None:
-    model = qwen3_next()
+    model = olmo_hybrid()
     report = inspect_model(model)
     assert report.blocks == ()
-    assert report.unknown == tuple(f"model.layers.{i}.linear_attn (Qwen3NextGatedDeltaNet)" for i in range(2))
-    with pytest.raises(ValueError, match=r"0 blocks.*model\.layers\.0\.linear_attn \(Qwen3NextGatedDeltaNet\)"):
+    assert report.unknown == ("model.layers.0.linear_attn (OlmoHybridGatedDeltaNet)",)
+    with pytest.raises(ValueError, match=r"0 blocks.*model\.layers\.0\.linear_attn \(OlmoHybridGatedDeltaNet\)"):
         apply_plan(model, "gdn_conv")
-    with pytest.raises(ValueError, match="Qwen3NextGatedDeltaNet"):
+    with pytest.raises(ValueError, match="OlmoHybridGatedDeltaNet"):
         with instrument(model):
             pass
 
@@ -128,8 +134,7 @@ def test_a_plan_of_another_model_is_refused() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"kernels": "fused"}, "fused kernels are not part of this version"),
-        ({"kernels": "fast"}, "kernels: expected one of stock, got 'fast'"),
+        ({"kernels": "fast"}, "kernels: expected one of stock, fused, got 'fast'"),
         ({"on_foreign_hooks": "ignore"}, "on_foreign_hooks: expected one of raise, bypass, got 'ignore'"),
     ],
 )

@@ -11,7 +11,7 @@ import torch
 import transformers.models.qwen3_5.modeling_qwen3_5 as modeling
 
 from lightning_gdn.apply import apply_plan
-from lightning_gdn.kernels import bound_function, describe, is_flash_linear_attention, runtime_problem, stock_function, torch_function
+from lightning_gdn.kernels import bound_function, describe, fused, is_flash_linear_attention, runtime_problem, stock_function, torch_function
 from tests.models import tiny_batch, tiny_qwen3_5
 from tests.parity.steps import LABELS
 
@@ -133,3 +133,19 @@ def test_validation_on_cpu_with_dead_kernels_bound(dead_kernels: None, context: 
     model = tiny_qwen3_5()
     with apply_plan(model, "gdn_conv"), context():
         assert model(**tiny_batch(2, 33)).loss.isfinite()
+
+
+@pytest.mark.parametrize("label", ["none", "gdn_conv+gdn_norm_out", "full"])
+def test_fused_kernels_on_cpu_tensors_are_the_torch_functions(label: str) -> None:
+    """The device of the tensors decides: bit-equal to stock, with the control as well, and nothing of FLA is imported."""
+    model = tiny_qwen3_5()
+    plain = gradients(model)
+    with apply_plan(model, label, kernels="fused") as applied:
+        assert applied.installed
+        assert all((a is None and b is None) or torch.equal(a, b) for a, b in zip(plain, gradients(model), strict=True))
+    assert not applied.installed
+
+
+def test_fused_convolution_refuses_boundaries_it_cannot_honour() -> None:
+    with pytest.raises(ValueError, match="cu_seq_lens_q beside seq_idx"):
+        fused.conv(torch.zeros(1, 8, 4), torch.zeros(4, 4), None, "silu", {"seq_idx": torch.zeros(1, 8)})

@@ -386,7 +386,7 @@ def test_the_control_says_that_nothing_is_installed_and_names_no_kernels() -> No
 def test_unknown_options_and_values_are_refused_at_once() -> None:
     with pytest.raises(ValueError, match=r"unknown options \['modulez'\].*recompute, offload, method"):
         GDNRecomputeStrategy(PLAN, modulez=["gdn_conv"])
-    with pytest.raises(ValueError, match="kernels: expected one of stock, got 'fast'"):
+    with pytest.raises(ValueError, match="kernels: expected one of stock, fused, got 'fast'"):
         GDNRecomputeStrategy(PLAN, kernels="fast")
     with pytest.raises(ValueError, match="on_foreign_hooks: expected one of raise, bypass, got 'ignore'"):
         GDNRecomputeStrategy(PLAN, on_foreign_hooks="ignore")
