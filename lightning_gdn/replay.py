@@ -15,7 +15,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 
 __all__ = ["Region", "RegionFn", "RngState", "Slot", "in_replay", "is_parameter", "modified", "thread_state"]
 
@@ -26,6 +25,11 @@ _MODIFIED = (
 thread_state = threading.local()
 """`tape`: the tape of the running block; `replays`: depth of running replays. Backward runs in threads of its own on CUDA."""
 _current_graph_task_id = torch._C._current_graph_task_id
+# What `torch.autograd.graph.saved_tensors_hooks` and `torch.set_grad_enabled` call: a region opens both twice per step, and their
+# Python objects cost more host time than everything else that a cheap region needs.
+push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
+pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
+_set_grad_enabled = torch._C._set_grad_enabled
 
 
 def in_replay() -> bool:
@@ -228,7 +232,7 @@ class Region:
 
         if self.probe is not None:
             self.probe.replayed(self.fn.name)
-        result = self._run(inputs, saved_tensors_hooks(pack, _never_unpacked))
+        result = self._run(inputs, pack)
         if got != self.expect:
             raise _replay_mismatch(self.fn.name, self.expect, got)
         outs = result if isinstance(result, tuple) else (result,)
@@ -236,7 +240,7 @@ class Region:
         self.out_left = dict(self.out_need)
         self.saved = saved
 
-    def _run(self, inputs: list[Any], hooks: saved_tensors_hooks) -> Any:
+    def _run(self, inputs: list[Any], pack: Callable[[Tensor], None]) -> Any:
         """Call the region in the state of the forward: grad on, autocast as it was, its random state, no tape. All put back afterwards."""
         device_type, enabled, dtype, default = self.autocast
         default_now = torch.get_default_dtype()
@@ -246,24 +250,30 @@ class Region:
         grad = torch.is_grad_enabled()
         try:
             state.tape, state.replays = None, depth + 1
-            torch.set_grad_enabled(True)
+            _set_grad_enabled(True)
             if default != default_now:  # Lightning's bf16-true sets it around the training step only
                 torch.set_default_dtype(default)
             if rng is not None:
                 rng.restore()
             if not enabled and not torch.is_autocast_enabled(device_type):
-                with hooks:
-                    return self.fn.call(self.owner, *inputs)
+                return self._hooked(inputs, pack)
             # No cache: a cast made here must not outlive the replay, nor be one that another step filled.
-            with torch.autocast(device_type, enabled=enabled, dtype=dtype, cache_enabled=False), hooks:
-                return self.fn.call(self.owner, *inputs)
+            with torch.autocast(device_type, enabled=enabled, dtype=dtype, cache_enabled=False):
+                return self._hooked(inputs, pack)
         finally:
-            torch.set_grad_enabled(grad)
+            _set_grad_enabled(grad)
             if default != default_now:
                 torch.set_default_dtype(default_now)
             if before is not None:
                 before.restore()
             state.tape, state.replays = tape, depth
+
+    def _hooked(self, inputs: list[Any], pack: Callable[[Tensor], None]) -> Any:
+        push_hooks(pack, _never_unpacked)
+        try:
+            return self.fn.call(self.owner, *inputs)
+        finally:
+            pop_hooks()
 
 
 class _Ending:

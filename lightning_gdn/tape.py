@@ -18,11 +18,10 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from .regions import Mode
-from .replay import Region, RegionFn, ReplayCounter, RngState, Slot, in_replay, is_parameter, modified, thread_state
+from .replay import Region, RegionFn, ReplayCounter, RngState, Slot, in_replay, is_parameter, modified, pop_hooks, push_hooks, thread_state
 
 __all__ = ["MIN_INTERNAL_BYTES", "Carry", "RegionFn", "Tape", "active_tape", "in_replay"]
 
@@ -103,20 +102,17 @@ class Tape:
         self._slots: list[Slot | None] | None = None  # saved positions of the region that is being recomputed; None outside one
         self._hold: Region | None = None
         self._name = ""
-        self._hooks: saved_tensors_hooks | None = None
 
     def __enter__(self) -> Tape:
         if self._probe is not None:
-            self._hooks = saved_tensors_hooks(self._pack_kept, _unpack)
-            self._hooks.__enter__()
+            push_hooks(self._pack_kept, _unpack)
         self._outer, thread_state.tape = active_tape(), self
         return self
 
     def __exit__(self, *exc: object) -> None:
         thread_state.tape = self._outer
-        hooks, self._hooks = self._hooks, None  # tape -> hooks -> bound pack -> tape would be a cycle
-        if hooks is not None:
-            hooks.__exit__(*exc)
+        if self._probe is not None:
+            pop_hooks()
         failed = exc[0] is not None
         for region in reversed(self._regions):
             if failed or not (region.needed or region is self._hold):
@@ -163,8 +159,11 @@ class Tape:
         if registry:
             for arg in args:
                 if isinstance(arg, Tensor) and _storage_key(arg) in registry:
-                    with saved_tensors_hooks(self._pack_kept, _unpack):
+                    push_hooks(self._pack_kept, _unpack)
+                    try:
                         return fn.call(owner, *args)
+                    finally:
+                        pop_hooks()
         return fn.call(owner, *args)
 
     def _recompute(self, fn: RegionFn, owner: nn.Module, args: tuple[Any, ...], mode: Mode) -> Any:
@@ -179,10 +178,11 @@ class Tape:
         if fn.can_draw(owner):
             region.rng = RngState(self._device)
         slots = self._slots = []
+        push_hooks(self._pack_inside, _unpack)
         try:
-            with saved_tensors_hooks(self._pack_inside, _unpack):
-                result = fn.call(owner, *args)
+            result = fn.call(owner, *args)
         finally:
+            pop_hooks()
             self._slots = None
         self._sweep(region, mode, slots, inputs, result if isinstance(result, tuple) else (result,))
         return result
@@ -250,7 +250,7 @@ class Tape:
                 key = _storage_key(out)
                 if key is not None and key not in inputs and key not in registered:
                     registered[key] = _Output(region, index, out)
-        expect = region.expect
+        expect, registry, gone = region.expect, self._registry, mode is Mode.RECOMPUTE
         for position, slot in enumerate(slots):
             if slot is None:
                 expect.append(None)
@@ -258,23 +258,25 @@ class Tape:
             tensor = slot.tensor
             assert tensor is not None
             expect.append((tensor.shape, tensor.dtype))
-            key = _storage_key(tensor)
-            if key is None:
+            try:
+                storage = tensor.untyped_storage()
+            except (NotImplementedError, RuntimeError):  # sparse and the like
                 continue
-            if self._link(slot, tensor, key):
+            key = storage._cdata
+            if registry and self._link(slot, tensor, key):
                 assert slot.region is not None
                 slot.region.count(slot)
             elif key in inputs:
                 continue
             elif (entry := registered.get(key)) is None:
-                if tensor.untyped_storage().nbytes() >= MIN_INTERNAL_BYTES:
+                if storage.nbytes() >= MIN_INTERNAL_BYTES:
                     slot.point_inside(region, position)
                     region.inside_need.add(position)
-            elif mode is Mode.RECOMPUTE and entry.dtype == tensor.dtype and entry.version == tensor._version:
+            elif gone and entry.dtype == tensor.dtype and entry.version == tensor._version:
                 slot.point_to_output(region, entry.index)
                 region.count(slot)
-        if mode is Mode.RECOMPUTE:
-            self._registry.update(registered)
+        if gone:
+            registry.update(registered)
 
 
 def _with_version(parameter: Tensor) -> tuple[Tensor, int]:
