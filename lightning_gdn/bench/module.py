@@ -237,7 +237,7 @@ class ValidatedModule(BenchModule):
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         loss = self(batch)
         self.val_losses.append(loss.detach())
-        self.log("val/loss", loss, prog_bar=True, batch_size=batch.shape[0])
+        self.log("val/loss", loss, prog_bar=True, batch_size=batch.shape[0], sync_dist=True)
 
 
 def fused_loss_problem(device: str) -> str | None:
@@ -264,12 +264,12 @@ def fused_loss(model: Any, ids: Tensor) -> Tensor:
     from fla.modules.fused_linear_cross_entropy import FusedLinearCrossEntropyLoss
 
     hidden, weight = model.base_model(input_ids=ids).last_hidden_state, model.lm_head.weight
-    if torch.is_autocast_enabled("cuda"):  # the kernels do not know autocast; a Linear would cast both
-        dtype = torch.get_autocast_dtype("cuda")
-        hidden, weight = hidden.to(dtype), weight.to(dtype)
-    with torch.autocast("cuda", enabled=False):
-        loss: Tensor = FusedLinearCrossEntropyLoss()(hidden, next_ids(ids), weight)
-    return loss
+    loss = FusedLinearCrossEntropyLoss()
+    if not torch.is_autocast_enabled("cuda"):
+        return loss(hidden, next_ids(ids), weight)
+    dtype = torch.get_autocast_dtype("cuda")
+    with torch.autocast("cuda", enabled=False):  # these kernels do not know autocast; a Linear would cast both
+        return loss(hidden.to(dtype), next_ids(ids), weight.to(dtype))
 
 
 def make_module(recipe: Recipe) -> BenchModule:

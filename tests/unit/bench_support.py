@@ -25,6 +25,15 @@ monitor: {warmup_steps: 1}
 compare: {arms: [none, gdn_conv, full], rounds: 1}
 """
 
+TINY_NEXT = TINY.replace(
+    "model:\n",
+    "model:\n  family: qwen3_next\n  num_experts: 6\n  num_experts_per_tok: 2\n  moe_intermediate_size: 16\n"
+    "  shared_expert_intermediate_size: 16\n  mlp_only_layers: [1]\n",
+)
+TINY_STACK = TINY.replace("model:\n", "model:\n  family: gdn_stack\n")
+FAMILIES = {"qwen3_5": TINY, "qwen3_next": TINY_NEXT, "gdn_stack": TINY_STACK}
+"""A tiny recipe of each family."""
+
 
 def tiny_recipe(folder: Path, text: str = TINY) -> Path:
     """Write the tiny recipe and return its path."""
