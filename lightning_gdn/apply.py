@@ -85,7 +85,9 @@ def inspect_model(model: nn.Module) -> ModelReport:
             parent = name.rpartition(".")[0]
             if isinstance(named.get(parent), nn.ModuleList):
                 stacks[parent] = named[parent]
-    siblings = {f"{parent}.{child}": m for parent, stack in stacks.items() for child, m in stack.named_children() if id(m) not in inside}
+    siblings = {f"{parent}.{child}": m for parent, stack in stacks.items() for child, m in stack.named_children()}
+    # A wrapper around a known block (torch.compile) is no layer of its own.
+    siblings = {name: m for name, m in siblings.items() if inside.isdisjoint(id(part) for part in m.modules())}
     inside.update(id(m) for sibling in siblings.values() for m in sibling.modules())
     lonely = {name: m for name, m in named.items() if id(m) not in inside and _looks_like_gdn(m)}
     return ModelReport(tuple(blocks), tuple(f"{name} ({type(m).__name__})" for name, m in (siblings | lonely).items()))

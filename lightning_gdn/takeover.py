@@ -22,6 +22,7 @@ from .tape import Carry, Tape, active_tape
 __all__ = ["BlockTakeover", "PartTakeover", "Session", "Takeover", "foreign_hooks"]
 
 ON_FOREIGN_HOOKS = ("raise", "bypass")
+_runs_eagerly = torch.compiler.disable(reason="lightning_gdn: a block under a plan runs eagerly, because its tape cannot be traced")
 _CARRY = "_lightning_gdn_carry"
 
 
@@ -124,6 +125,7 @@ class Takeover:
 class PartTakeover(Takeover):
     """Mixer or MLP of a taken-over block: runs region by region if its block's tape is open, else as the class does."""
 
+    @_runs_eagerly  # also here: a compiled part (`layer.mlp.compile()`) is compiled on its own, though its block is not
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module, tape = self.module, active_tape()
         if tape is None:
@@ -141,7 +143,7 @@ class BlockTakeover(Takeover):
         self._modes = {region: mode for region, mode in modes.items() if mode is not Mode.KEEP}
         self._continues, self._carry = chunk  # whether the block before hands its output on, whether this one does
 
-    @torch.compiler.disable
+    @_runs_eagerly
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module, session = self.module, self.session
         x: Tensor = args[0] if args else kwargs["hidden_states"]
