@@ -10,12 +10,12 @@ from lightning.pytorch.plugins import HalfPrecision
 
 from lightning_gdn.bench.arm import check_device
 from lightning_gdn.bench.errors import UserError
+from lightning_gdn.bench.flops import flops_per_token
 from lightning_gdn.bench.module import (
     BenchModule,
     ValidatedModule,
     block_kinds,
     build_model,
-    flops_per_token,
     make_module,
     meta_model,
     parameter_dtype,

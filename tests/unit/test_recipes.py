@@ -94,11 +94,15 @@ def test_h24_wrong_types(override: str, parts: tuple[str, ...]) -> None:
     [
         ("trainer.precision=16-mixed", ("trainer.precision", "bf16-mixed", "'16-mixed'")),
         ("logger=wandbb", ("logger", "did you mean 'wandb'")),
-        ("plan.kernels=fused", ("plan.kernels", "stock", "'fused'")),
+        ("plan.kernels=fast", ("plan.kernels", "stock, fused", "'fast'")),
+        ("trainer.loss=fused_linear_cross_entropy", ("trainer.loss", "GPU only", "trainer.accelerator is cpu", "trainer.loss=cross_entropy")),
+        ("trainer.loss=fused_cross_entropy", ("trainer.loss", "did you mean 'fused_linear_cross_entropy'")),
+        ("model.family=qwen3_nxt", ("model.family", "gdn_stack", "did you mean 'qwen3_next'")),
+        ("model.mlp_only_layers=[0]", ("model.mlp_only_layers", "qwen3_5 has no experts", "qwen3_next")),
         ("data.seq_len=1", ("data.seq_len", "at least 2", "1")),
         ("trainer.max_steps=0", ("trainer.max_steps", "at least 1")),
         ("trainer.max_steps=2", ("monitor.warmup_steps", "trainer.max_steps=2")),
-        ("trainer.devices=2", ("trainer.devices", "one device", "2")),
+        ("trainer.devices=0", ("trainer.devices", "at least 1", "0")),
         ("model.num_key_value_heads=3", ("model.num_key_value_heads", "divisor")),
         ("model.linear_num_value_heads=6", ("model.linear_num_value_heads", "multiple")),
         ("plan.arm=gdn_cnv", ("plan.arm", "'gdn_cnv'", "'gdn_conv'")),
@@ -112,6 +116,27 @@ def test_values_out_of_range_or_list(override: str, parts: tuple[str, ...]) -> N
     message = complain(override)
     for part in parts:
         assert part in message, message
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        (("model.family=qwen3_next", "model.num_experts=4"), ("model.num_experts_per_tok", "at most num_experts=4", "10")),
+        (("model.family=qwen3_next", "model.mlp_only_layers=[0,8]"), ("model.mlp_only_layers", "blocks 0 to 7", "8")),
+        (("model.family=qwen3_next", "model.mlp_only_layers=0"), ("model.mlp_only_layers", "a list", "[0,3]")),
+        (("model.family=gdn_stack", "model.path=somewhere"), ("model.path", "random weights only", "model.family")),
+    ],
+)
+def test_fields_of_one_family(overrides: tuple[str, ...], parts: tuple[str, ...]) -> None:
+    message = complain(*overrides)
+    for part in parts:
+        assert part in message, message
+
+
+def test_a_recipe_offers_the_kernels_that_there_are() -> None:
+    from lightning_gdn.kernels import KERNELS
+
+    assert CHOICES["plan.kernels"] == KERNELS
 
 
 def test_contradicting_types_of_weights() -> None:
@@ -161,7 +186,7 @@ def test_an_empty_section_has_its_defaults(tmp_path: Path) -> None:
     [
         ("dmo_cpu", ("did you mean demo_cpu",)),
         ("nowhere/demo_cpu.yaml", ("no file nowhere/demo_cpu.yaml", "write demo_cpu")),
-        ("zzz.yaml", ("no file zzz.yaml", "demo_cpu, qwen3_5_0_8b")),
+        ("zzz.yaml", ("no file zzz.yaml", "demo_cpu, gdn_stack_20")),
         (".", ("is a folder",)),
     ],
 )
