@@ -235,7 +235,9 @@ def print_table(summary: Mapping[str, Any], console: Console | None = None) -> N
     console.print(table)
     if summary["world_size"] > 1:
         console.print(_ranks_table(summary))
-    for line in [summary["plan"], summary["reason"], summary["flops_formula"], *summary["notes"]]:
+    others = [entry for entry in summary["ranks"] if entry is not None and entry["rank"] != summary["rank"] and entry["reason"]]
+    reasons = [f"rank {entry['rank']}: {entry['status']}: {entry['reason']}" for entry in others]
+    for line in [summary["plan"], summary["reason"], *reasons, summary["flops_formula"], *summary["notes"]]:
         if line:
             console.print(line, markup=False, highlight=False)
 
@@ -252,8 +254,7 @@ def _ranks_table(summary: Mapping[str, Any]) -> Table:
         if entry is None:
             table.add_row(str(rank), "unknown", *["n/a"] * (1 + len(names)))
         else:
-            status = entry["status"] if entry["status"] == "ok" else f"{entry['status']}: {entry['reason']}"
-            table.add_row(str(rank), status, str(entry["steps"]), *(_number(entry[name]) for name in names))
+            table.add_row(str(rank), entry["status"], str(entry["steps"]), *(_number(entry[name]) for name in names))
     best = [summary["max_over_ranks"][name] for name in names]
     table.add_section()
     table.add_row("max", "", "", *(_number(found["value"]) for found in best))

@@ -6,6 +6,7 @@ import argparse
 import difflib
 import itertools
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -76,9 +77,15 @@ def _run(argv: Sequence[str]) -> int:
 
     arm = loaded.recipe.plan.arm
     text = check_runnable(loaded, [arm])
-    folder = new_folder(given.out, loaded)
     from .bench.arm import run_arm
+    from .bench.ranks import check_processes, started_rank
 
+    check_processes(loaded.recipe)
+    if loaded.recipe.trainer.devices > 1 and started_rank():
+        # rank 0 makes folder, loggers and record, and tells this process where its MemoryMonitor file goes
+        other = run_arm(loaded.recipe, loaded.saved, arm, text=text, interactive=True)
+        return 0 if other["status"] == "ok" else 1
+    folder = new_folder(given.out, loaded)
     write_yaml(loaded.saved, folder / "recipe.yaml", f"lightning-gdn run {folder / 'recipe.yaml'}\nresolved from {loaded.source.name}")
     logger, close = _logger(loaded, folder)
     try:
@@ -91,7 +98,8 @@ def _run(argv: Sequence[str]) -> int:
         return 1
     retained = record["retained_bytes"]
     held = "n/a" if retained is None else f"{retained / 2**20:.2f} MiB ({retained:,} B)"
-    print(f"{arm}: loss {record['loss_first']:.4f} -> {record['loss_last']:.4f}, blocks retain {held} per micro-batch")
+    where = f" on each of {loaded.recipe.trainer.devices} ranks; rank 0's loss" if loaded.recipe.trainer.devices > 1 else ": loss"
+    print(f"{arm}{where} {record['loss_first']:.4f} -> {record['loss_last']:.4f}, blocks retain {held} per micro-batch")
     print("kernels: " + (", ".join(f"{region} {kernel}" for region, kernel in record["kernels"].items()) or "n/a"))
     print(f"written to {folder}")
     return 0
@@ -125,6 +133,8 @@ def _compare(argv: Sequence[str]) -> int:
 
     overrides = [*given.overrides, *([f"compare.rounds={given.rounds}"] if given.rounds is not None else [])]
     loaded = load(given.recipe, overrides)
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        raise UserError("compare starts the processes of every arm itself, also several (trainer.devices); run it without torchrun")
     from .bench.compare import check_runnable, compare, new_folder, prepare, split_arms
 
     arms = split_arms(given.arms) if given.arms is not None else prepare(loaded.recipe.compare.arms)

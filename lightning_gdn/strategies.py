@@ -8,10 +8,10 @@ changes its class to the sibling.
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import inspect
 import subprocess
-import threading
 import time
 from abc import ABCMeta
 from collections.abc import Sequence
@@ -25,7 +25,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.nn.parallel import DistributedDataParallel
 
-from .apply import AppliedPlan, apply_plan, inspect_model
+from .apply import AppliedPlan, apply_plan
+from .inspection import inspect_model
 from .kernels import KERNELS
 from .labels import Selection, UnavailableLabelError, advice, select
 from .plan import Plan
@@ -35,8 +36,8 @@ __all__ = ["GDNRecomputeStrategy", "register_strategies"]
 
 DEFAULT_LABELS = ("gdn_norm_out", "layernorm")
 """What the registered name `gdn` stands for."""
-GRACE_S = 15.0
-"""Seconds that the processes which rank 0 started may go on after rank 0 failed: enough to write their own records."""
+GRACE_S = 10.0
+"""Seconds that the processes which rank 0 started may go on after rank 0 failed: enough to write their own records, if they can."""
 
 
 class _PlanMixin:
@@ -118,12 +119,17 @@ class GDNRecomputeDDP(_PlanMixin, DDPStrategy):
             )
 
     def on_exception(self, exception: BaseException) -> None:
-        """Rank 0 failed: the processes that it started may be waiting for it in a collective; they are ended after `GRACE_S`."""
+        """Rank 0 failed: see that the processes it started do not wait for it for ever.
+
+        Gloo tells them, since its connections close when this process ends. On NCCL they would hang in a kernel until its timeout, and
+        be left behind: there they are ended `GRACE_S` after this process is done. (Rank 0 and the others are ended by Lightning when one
+        of the others fails, and by torchrun whoever fails.)
+        """
         super().on_exception(exception)
-        processes: list[subprocess.Popen] = getattr(self.launcher, "procs", [])
-        if processes:
-            # Not a daemon: the interpreter waits for it when it exits, and so leaves no process behind.
-            threading.Thread(target=_end, args=(processes, GRACE_S), name="gdn-end-ranks").start()
+        # Spawned and forked processes, the other kind that Lightning starts, have a parent that only waits for them.
+        processes = [process for process in getattr(self.launcher, "procs", []) if isinstance(process, subprocess.Popen)]
+        if processes and self._process_group_backend != "gloo":
+            atexit.register(_end, processes, GRACE_S)
 
 
 class _SameNameOnSeveralDevices(ABCMeta):

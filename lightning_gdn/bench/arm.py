@@ -30,6 +30,7 @@ from .environment import collect
 from .errors import UserError
 from .flops import FLOPS_FORMULA, flops_per_token
 from .module import BenchModule, fused_loss_problem, make_module, meta_model
+from .ranks import RankNotes, merge, started_rank
 from .recipes import load
 from .records import SCHEMA, write_json
 from .schema import Recipe
@@ -44,7 +45,7 @@ def check_device(recipe: Recipe) -> str:
     """`"cpu"` or `"gpu"`, as Lightning will choose.
 
     Raises:
-        UserError: a GPU was asked for and torch sees none, or `trainer.loss` cannot run there.
+        UserError: a GPU was asked for and torch sees none, or fewer than `trainer.devices`, or `trainer.loss` cannot run there.
     """
     wanted = recipe.trainer.accelerator
     there = torch.cuda.is_available()
@@ -53,6 +54,8 @@ def check_device(recipe: Recipe) -> str:
         why = f"torch {torch.__version__} is a CPU build" if built is None else f"torch {torch.__version__} (CUDA {built}) sees no device"
         raise UserError(f"trainer.accelerator: gpu was asked for, but {why}; write trainer.accelerator=cpu, or use recipes/demo_cpu.yaml")
     device = "gpu" if there and wanted != "cpu" else "cpu"
+    if device == "gpu" and torch.cuda.device_count() < recipe.trainer.devices:
+        raise UserError(f"trainer.devices: got {recipe.trainer.devices}, torch sees {torch.cuda.device_count()} GPUs")
     if recipe.trainer.loss == "fused_linear_cross_entropy":
         problem = fused_loss_problem("cuda" if device == "gpu" else device)
         if problem:
@@ -96,7 +99,7 @@ class _Progress(L.Callback):
         self.report, self.total, self.done = report, total, 0
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        if trainer.global_step != self.done:
+        if trainer.global_step != self.done and trainer.is_global_zero:
             self.done = trainer.global_step
             self.report(self.done, self.total)
 
@@ -125,7 +128,8 @@ def run_arm(
     Returns:
         The record. `status` is `ok`, `oom` or `failed`; then `error` is the last line of the error. `losses_hex` holds every
         micro-batch's loss in training order, as exact hexadecimal floats; `retained_bytes` is what the model's blocks hold between the
-        forward and the backward of one micro-batch.
+        forward and the backward of one micro-batch. With several devices it is rank 0's record, with the parts of all ranks in `ranks`;
+        the record that another rank returns is its own and goes nowhere.
     """
     if recipe.trainer.num_threads:
         torch.set_num_threads(recipe.trainer.num_threads)
@@ -141,13 +145,14 @@ def run_arm(
         "recipe": {**saved, "plan": {**saved["plan"], "arm": arm}},
     }
     module = make_module(recipe)
-    monitor = probe = strategy = None
+    monitor = probe = strategy = notes = None
     try:
         text = text or read_text(recipe.data)
         record["text"] = text.as_dict()
         train, validation = make_loaders(text, recipe)
         monitor = _monitor(recipe, folder, interactive)
-        callbacks: list[L.Callback] = [monitor]
+        notes = RankNotes(recipe, monitor)
+        callbacks: list[L.Callback] = [notes, monitor]
         control = parse_arm(arm).is_control
         if control and recipe.plan.kernels == "stock":
             probe = ControlProbe(next(iter(train)))
@@ -165,6 +170,9 @@ def run_arm(
         record["error"] = _last_line(error)
         traceback.print_exc()
     _describe(record, module, monitor, probe, strategy)
+    parts = notes.gather(record) if notes else None
+    if parts is not None:
+        merge(record, parts)
     record["wall_s"] = time.perf_counter() - started
     return record
 
@@ -272,7 +280,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         folder=given.out.parent,
         progress=lambda done, total: print(PROGRESS, done, total, file=steps),
     )
-    write_json(given.out, record)
+    if started_rank() == 0:
+        write_json(given.out, record)
     return 0 if record["status"] == "ok" else 1
 
 

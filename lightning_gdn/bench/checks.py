@@ -81,8 +81,6 @@ def check_values(recipe: Recipe) -> None:
         )
     if trainer.precision == "bf16-true" and model.dtype == "float32":
         raise UserError("model.dtype: float32 contradicts trainer.precision=bf16-true; use dtype auto, or precision 32-true or bf16-mixed")
-    if trainer.devices > 1:
-        raise UserError(f"trainer.devices: this version trains on one device, got {trainer.devices}; write trainer.devices=1")
     if recipe.monitor.warmup_steps >= trainer.max_steps:
         raise UserError(
             f"monitor.warmup_steps: expected fewer than trainer.max_steps={trainer.max_steps}, got {recipe.monitor.warmup_steps}; "

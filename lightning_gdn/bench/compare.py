@@ -71,7 +71,7 @@ def check_runnable(loaded: Loaded, arms: Sequence[str]) -> Text:
         from .wandb_sink import require_wandb
 
         require_wandb()
-    from ..apply import inspect_model
+    from ..inspection import inspect_model
     from ..labels import parse_arm
     from ..plan import Plan
     from .arm import check_device
@@ -145,13 +145,23 @@ def compare(
 
 def _dead(loaded: Loaded, arm: str, index: int, code: int, log: Path) -> dict[str, Any]:
     """The record of a process that could not write one itself."""
-    if code < 0:
+    status, told = "failed", _failures(log.parent)
+    if told:
+        status = "oom" if any(kind == "oom" for kind, _ in told) else "failed"
+        reason = "; ".join(text for _, text in told)
+    elif code < 0:
         reason = f"killed by {signal.Signals(-code).name}" + (" (the machine ran out of memory?)" if -code == signal.SIGKILL else "")
     else:
         lines = log.read_text(encoding="utf-8", errors="replace").split("\n") if log.exists() else []
         reason = next((line.strip() for line in reversed(lines) if line.strip()), f"exit code {code} and no message")
     recipe: Mapping[str, Any] = {**loaded.saved, "plan": {**loaded.saved["plan"], "arm": arm}}
-    return {"schema": SCHEMA, "arm": arm, "round": index, "status": "failed", "error": reason, "environment": None, "recipe": recipe, "monitor": None}
+    return {"schema": SCHEMA, "arm": arm, "round": index, "status": status, "error": reason, "environment": None, "recipe": recipe, "monitor": None}
+
+
+def _failures(folder: Path) -> list[tuple[str, str]]:
+    """(status, reason): what MemoryMonitor's files say of ranks that failed: on several devices one rank's failure kills the others."""
+    summaries = [read_json(path) for path in sorted(folder.glob("memory_rank*.json"))]
+    return [(found["status"], f"rank {found['rank']}: {found['reason']}") for found in summaries if found["status"] in ("oom", "error")]
 
 
 def _launch(loaded: Loaded) -> Launch:

@@ -202,7 +202,8 @@ class Windows:
 def make_loaders(text: Text, recipe: Recipe) -> tuple[DataLoader[Any], DataLoader[Any] | None]:
     """Training loader of exactly `max_steps * accumulate_grad_batches` batches [B, T], and a validation loader if asked for.
 
-    Validation takes the last windows of the text, which training then leaves out.
+    On several devices it has that many batches for each: Lightning's distributed sampler deals the sequences out in turn, in every arm
+    the same. Validation takes the last windows of the text, which training then leaves out.
 
     Raises:
         UserError: the text is too short to hold validation out.
@@ -212,11 +213,12 @@ def make_loaders(text: Text, recipe: Recipe) -> tuple[DataLoader[Any], DataLoade
 
     data, trainer = recipe.data, recipe.trainer
     windows = len(text.data) // data.seq_len
-    held_out = trainer.val_batches * data.batch_size if trainer.val_every else 0
+    held_out = trainer.val_batches * data.batch_size * trainer.devices if trainer.val_every else 0
     if held_out and windows <= held_out:
+        each = f" on each of {trainer.devices} devices" if trainer.devices > 1 else ""
         raise UserError(
-            f"trainer.val_batches: {trainer.val_batches} batches hold out {held_out} sequences of {data.seq_len} bytes, the text has {windows}; "
-            "give more text, fewer batches or a shorter sequence"
+            f"trainer.val_batches: {trainer.val_batches} batches{each} hold out {held_out} sequences of {data.seq_len} bytes, "
+            f"the text has {windows}; give more text, fewer batches or a shorter sequence"
         )
 
     def loader(dataset: Windows) -> DataLoader[Any]:
@@ -224,7 +226,7 @@ def make_loaders(text: Text, recipe: Recipe) -> tuple[DataLoader[Any], DataLoade
         generator = torch.Generator().manual_seed(data.seed)
         return DataLoader(dataset, batch_size=data.batch_size, shuffle=False, num_workers=0, generator=generator)  # type: ignore[arg-type]
 
-    count = trainer.max_steps * trainer.accumulate_grad_batches * data.batch_size
+    count = trainer.max_steps * trainer.accumulate_grad_batches * data.batch_size * trainer.devices
     train = Windows(text, seq_len=data.seq_len, count=count, seed=data.seed, last=windows - held_out)
     if not held_out:
         return loader(train), None

@@ -54,6 +54,8 @@ def judge(records: Sequence[Mapping[str, Any]], *, name: str, arms: Sequence[str
             problems.append(f"{entry['arm']}: {entry['status']}: {entry['error']}")
         elif on_cpu and entry["losses"]["verdict"] == "differ":
             problems.append(f"{entry['arm']}: losses differ from the control's, first at micro-batch {entry['losses']['first_step']}")
+        elif not entry["ranks_agree"]:
+            problems.append(f"{entry['arm']}: the ranks ended with different weights")
         elif on_cpu and entry["weights_equal"] is False:
             problems.append(f"{entry['arm']}: weights after training differ from the control's")
         elif entry["losses"]["verdict"] == "not comparable":
@@ -61,6 +63,9 @@ def judge(records: Sequence[Mapping[str, Any]], *, name: str, arms: Sequence[str
     notes = []
     if len(hashes) > 1:
         notes.append("kernels were still being tuned during this comparison (the autotune cache changed); run it again for timings")
+    ranks = max((len(_parts(r)) for r in records), default=1)
+    if ranks > 1:
+        notes.append(f"{ranks} ranks: memory and step time are those of the worst rank, tokens/s the sum; losses are compared on every rank")
     repeat = _repeat([r for r in records if r["arm"] == CONTROL and r["status"] == "ok"])
     if repeat and repeat["max_abs_diff"]:
         notes.append(f"the control's own rounds differ by up to {repeat['max_abs_diff']:.3g} in loss, first at micro-batch {repeat['first_step']}")
@@ -99,7 +104,7 @@ def _arm(arm: str, records: Sequence[Mapping[str, Any]], control: Mapping[int, M
     good = [r for r in records if r["status"] == "ok"]
     bad = next((r for r in records if r["status"] == "oom"), None) or next((r for r in records if r["status"] != "ok"), None)
     pairs = [(r, control[r["round"]]) for r in good if r["round"] in control and control[r["round"]]["status"] == "ok"]
-    weights = [(a["weights_sha256"], b["weights_sha256"]) for a, b in pairs if a.get("weights_sha256") and b.get("weights_sha256")]
+    weights = [(_weights(a), _weights(b)) for a, b in pairs if _weights(a) and _weights(b)]
     some = good[0] if good else (records[0] if records else {})
     return {
         "arm": arm,
@@ -119,6 +124,7 @@ def _arm(arm: str, records: Sequence[Mapping[str, Any]], control: Mapping[int, M
         "loss_first": some.get("loss_first"),
         "loss_last": some.get("loss_last"),
         "weights_equal": all(a == b for a, b in weights) if weights else None,
+        "ranks_agree": all(len(_weights(r)) <= 1 for r in good),
     }
 
 
@@ -127,8 +133,23 @@ def _losses(arm: str, pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]
         return {"verdict": "not comparable", "max_abs_diff": None, "first_step": None}
     if arm == CONTROL:
         return {"verdict": "control", "max_abs_diff": None, "first_step": None}
-    found = [loss_difference(a["losses_hex"], b["losses_hex"]) for a, b in pairs]
+    found = [loss_difference(*both) for a, b in pairs for both in zip(_trajectories(a), _trajectories(b), strict=True)]
     return _worst(found)
+
+
+def _trajectories(record: Mapping[str, Any]) -> list[list[str]]:
+    """The losses of every rank."""
+    return [part["losses_hex"] for part in _parts(record)]
+
+
+def _weights(record: Mapping[str, Any]) -> set[str]:
+    """Hashes of the weights of all ranks: one element if DDP kept them equal."""
+    return {part["weights_sha256"] for part in _parts(record) if part.get("weights_sha256")}
+
+
+def _parts(record: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    """What each rank has of its own; the record itself if there was one process."""
+    return record.get("ranks") or [record]
 
 
 def _worst(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -147,7 +168,8 @@ def _repeat(records: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     """How far the control's own rounds lie apart: the yardstick for an arm's difference on a GPU."""
     if len(records) < 2:
         return None
-    return _worst([loss_difference(r["losses_hex"], records[0]["losses_hex"]) for r in records[1:]])
+    first = _trajectories(records[0])
+    return _worst([loss_difference(*both) for r in records[1:] for both in zip(_trajectories(r), first, strict=True)])
 
 
 def _row(entry: Mapping[str, Any]) -> list[Any]:
@@ -169,13 +191,18 @@ def _row(entry: Mapping[str, Any]) -> list[Any]:
 
 
 def _monitor(record: Mapping[str, Any], key: str) -> float | None:
-    value = (record.get("monitor") or {}).get(key)
+    monitor = record.get("monitor") or {}
+    if monitor.get("world_size", 1) > 1:
+        values = [float(entry[key]) for entry in monitor["ranks"] if entry is not None and entry[key] is not None]
+        return (sum(values) if key == "tokens_per_s" else max(values)) if values else None
+    value = monitor.get(key)
+    if isinstance(value, Mapping):
+        value = value["median"]
     return None if value is None else float(value)
 
 
 def _step_ms(record: Mapping[str, Any]) -> float | None:
-    value = ((record.get("monitor") or {}).get("step_ms") or {}).get("median")
-    return None if value is None else float(value)
+    return _monitor(record, "step_ms")
 
 
 def _percent(value: float | None, base: float | None) -> float | None:

@@ -100,7 +100,7 @@ class TrainerConfig:
     """What is handed to Lightning's Trainer, and the optimizer (AdamW, fused on a GPU)."""
 
     devices: int = 1
-    """Number of devices; this version trains on one."""
+    """Devices, on a CPU processes. Several are DDP: each has its own `batch_size` sequences, and its own part in the record."""
     accelerator: str = "auto"
     """`cpu`, `gpu`, or `auto`: the GPU if there is one."""
     precision: str = "32-true"

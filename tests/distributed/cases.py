@@ -20,7 +20,7 @@ from lightning_gdn import GDNRecomputeStrategy
 from lightning_gdn.callbacks import MemoryMonitor
 from lightning_gdn.strategies import GDNRecomputeDDP
 from lightning_gdn.takeover import Takeover
-from tests.distributed.fits import DdpModule, TowerModule, fit, same_gradients
+from tests.distributed.fits import DdpModule, TowerModule, fit, same_gradients, weights_hash
 from tests.lightning_models import QUIET, TinyModule, loader
 from tests.models import tiny_batch
 
@@ -42,11 +42,9 @@ def parity(folder: Path, *, arm: str, precision: str, accumulate: int) -> dict[s
     ours, trainer = fit(GDNRecomputeStrategy(arm), **options)
     same_gradients(plain, ours)
     strategy: Any = trainer.strategy
-    return {
-        "ids": [int(ids.sum()) for ids in ours.ids],
-        "discarded": strategy.last_applied.ledger.discarded_bytes,
-        "plan": strategy.last_applied.plan.source,
-    }
+    last = strategy.last_applied
+    ids = [int(ids.sum()) for ids in ours.ids]
+    return {"ids": ids, "discarded": last.ledger.discarded_bytes, "plan": last.plan.source, "weights": weights_hash(ours)}
 
 
 def ddp_options(folder: Path, *, frozen: bool, **flags: Any) -> None:

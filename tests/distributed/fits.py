@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from tests.lightning_models import QUIET, TinyModule, loader
 
-__all__ = ["DdpModule", "TowerModule", "fit", "same_gradients"]
+__all__ = ["DdpModule", "TowerModule", "fit", "same_gradients", "weights_hash"]
 
 Gradients = dict[str, Tensor | None]
 
@@ -65,3 +66,11 @@ def same_gradients(left: DdpModule, right: DdpModule) -> None:
             assert (gradient is None) == (theirs is None), name
             assert gradient is None or theirs is None or torch.equal(gradient, theirs), name
     assert all(torch.equal(a, b) for a, b in zip(left.state_dict().values(), right.state_dict().values(), strict=True))
+
+
+def weights_hash(module: nn.Module) -> str:
+    """One number for all weights."""
+    digest = hashlib.sha256()
+    for name, tensor in module.state_dict().items():
+        digest.update(name.encode() + tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

@@ -10,7 +10,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Done", "launch", "torchrun"]
+__all__ = ["Done", "launch", "session_members", "torchrun"]
 
 
 @dataclass(frozen=True)
@@ -18,6 +18,8 @@ class Done:
     code: int
     output: str
     seconds: float
+    pid: int
+    """Of the first process, which names the session of all of them."""
 
 
 def launch(*words: str | Path, cwd: Path, timeout: float = 120.0) -> Done:
@@ -35,7 +37,7 @@ def launch(*words: str | Path, cwd: Path, timeout: float = 120.0) -> Done:
             process.wait()
             raise AssertionError(f"no end within {timeout} s:\n{(cwd / 'output.txt').read_text(errors='replace')[-6000:]}") from None
     seconds = time.monotonic() - started
-    return Done(code, (cwd / "output.txt").read_text(errors="replace"), seconds)
+    return Done(code, (cwd / "output.txt").read_text(errors="replace"), seconds, process.pid)
 
 
 def torchrun(*words: str | Path, cwd: Path, timeout: float = 120.0) -> Done:

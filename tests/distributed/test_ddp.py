@@ -93,6 +93,16 @@ def test_validation_runs_untouched_and_a_second_fit_is_under_the_plan(results: l
     assert both(results, "other loops") == (2, 2)
 
 
+def test_spawned_processes_take_the_pickled_strategy_and_end_at_the_same_weights(results: list[dict[str, Any]], tmp_path: Path) -> None:
+    done = launch("-m", "tests.distributed.spawned", tmp_path, cwd=tmp_path)
+    assert done.code == 0, done.output[-4000:]
+    found = json.loads((tmp_path / "spawned.json").read_text())
+    assert found == {"weights": both(results, f"{ARMS[1]} 32-true")[0]["weights"], "group_here": False}
+    summaries = [json.loads((tmp_path / f"memory_rank{rank}.json").read_text()) for rank in (0, 1)]
+    assert [(s["rank"], s["status"], len(s["ranks"])) for s in summaries] == [(0, "ok", 2), (1, "ok", 2)]
+    assert summaries[0]["plan"] == summaries[1]["plan"] is not None
+
+
 # MemoryMonitor
 
 
