@@ -203,8 +203,9 @@ def main() -> None:
         record["arms"][arm] = entry
         ms, act, peak = entry["ms_pct"], entry["act_mib_pct"], entry["peak_mib_pct"]
         print(
-            f"{arm:34s} {entry['ms']['median']:8.2f} ms {ms['median']:+7.2f} % [{ms['min']:+.2f}, {ms['max']:+.2f}]  act {entry['act_mib']['median']:9.1f} MiB "
-            f"{act['median']:+7.2f} %  peak {entry['peak_mib']['median']:9.1f} MiB {peak['median']:+7.2f} %  bit-equal {equal.get(arm)}"
+            f"{arm:34s} {entry['ms']['median']:8.2f} ms {ms['median']:+7.2f} % [{ms['min']:+.2f}, {ms['max']:+.2f}]  "
+            f"act {entry['act_mib']['median']:9.1f} MiB {act['median']:+7.2f} %  "
+            f"peak {entry['peak_mib']['median']:9.1f} MiB {peak['median']:+7.2f} %  bit-equal {equal.get(arm)}"
         )
     print("region forward ms:", ", ".join(f"{name} {ms:.3f}" for name, ms in regions.items()))
     if args.out:

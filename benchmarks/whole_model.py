@@ -115,9 +115,8 @@ def main() -> None:
     for arm in arms:
         entry = {key: spread([row[key] for row in rounds[arm]]) for key in ("ms", "peak_mib")}
         record["arms"][arm] = entry
-        print(
-            f"{arm:44s} {entry['ms']['median']:8.1f} ms [{entry['ms']['min']:.1f}, {entry['ms']['max']:.1f}]  peak {entry['peak_mib']['median']:9.1f} MiB"
-        )
+        ms, peak = entry["ms"], entry["peak_mib"]
+        print(f"{arm:44s} {ms['median']:8.1f} ms [{ms['min']:.1f}, {ms['max']:.1f}]  peak {peak['median']:9.1f} MiB")
     if args.losses:
         stock = [trajectory(trainee, "stock", start, args.losses) for _ in range(3)]
         fused = trajectory(trainee, "fused", start, args.losses)
@@ -125,9 +124,9 @@ def main() -> None:
         off = [max(0.0, min(row) - x, x - max(row)) for row, x in zip(zip(*stock, strict=True), fused, strict=True)]
         record["losses"] = {"stock": [[round(x, 5) for x in run] for run in stock], "fused": [round(x, 5) for x in fused]}
         record["loss_summary"] = {"widest_stock_band": max(band), "fused_outside_by_at_most": max(off), "steps_outside": sum(x > 0 for x in off)}
-        print(
-            f"losses: {stock[0][0]:.3f} -> {stock[0][-1]:.3f}; stock band up to {max(band):.4f}; fused outside it by at most {max(off):.4f} in {record['loss_summary']['steps_outside']} steps"
-        )
+        print(f"losses of stock: {stock[0][0]:.3f} -> {stock[0][-1]:.3f}; fused: {fused[0]:.3f} -> {fused[-1]:.3f}")
+        outside = record["loss_summary"]["steps_outside"]
+        print(f"stock's own band up to {max(band):.4f}; fused outside it by at most {max(off):.4f}, in {outside} steps")
     if args.out:
         args.out.write_text(json.dumps(record, indent=1) + "\n")
 

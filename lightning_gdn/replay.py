@@ -145,7 +145,7 @@ class Region:
     __slots__ = (
         "fn",
         "owner",
-        "autocast",  # (device type, enabled, dtype) of the forward
+        "autocast",  # (device type, enabled, dtype) of the forward, and the default dtype
         "probe",
         "args",  # slots and constants; None once it is known that nothing will be replayed
         "grads",  # requires_grad per argument
@@ -208,7 +208,10 @@ class Region:
             raise RuntimeError(f"region {self.fn.name!r}: nothing is left to replay from (lightning_gdn tape; please report this)")
         now = self.fn.versions(self.owner)
         if now != self.versions:
-            hint = f"A parameter or buffer of region {self.fn.name!r} was edited in place in or after the forward, so the region cannot be replayed."
+            hint = (
+                f"A parameter or buffer of region {self.fn.name!r} was edited in place in or after the forward, or swapped "
+                "(torch.func.functional_call); the region cannot be replayed."
+            )
             raise RuntimeError(_MODIFIED.format(what="a parameter or buffer", now=now, then=self.versions, hint=hint))
         inputs = []
         for arg, requires in zip(args, self.grads, strict=True):

@@ -155,7 +155,7 @@ class BlockTakeover(Takeover):
         if not self._may_run(module):
             return self._as_it_is(module, x.device, args, kwargs)
         handed_on: Carry | None = x.__dict__.pop(_CARRY, None) if self._continues else None
-        if probe is not None and self._adapter is not None:
+        if probe is not None:
             session.ledger.kernels.update(self._adapter.kernels(module, x.device, session.kernels))
         with Tape(self._modes, x.device, probe, handed_on, session.kernels) as tape:
             out = self._run(module, tape, *args, **kwargs)
@@ -167,7 +167,7 @@ class BlockTakeover(Takeover):
         return out
 
     def _as_it_is(self, module: nn.Module, device: torch.device, args: Any, kwargs: Any) -> Any:
-        if self._adapter is None or self._adapter.own_forward_runs(module, device, self.session.kernels):
+        if self._adapter.own_forward_runs(module, device, self.session.kernels):
             return self.untouched(module, *args, **kwargs)
         with Tape({}, device, kernels=self.session.kernels) as tape:  # nothing in it opens hooks
             return self._run(module, tape, *args, **kwargs)

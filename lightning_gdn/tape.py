@@ -1,11 +1,11 @@
 """The tape: keep or recompute what autograd saves, region by region, around one block's forward.
 
-`torch.autograd.graph.saved_tensors_hooks` is opened lexically around a block. Inside, the block runs as a sequence of regions
-(`Tape.run`). After a region that is recomputed its saved tensors are swept: one that aliases the region's *input* stays, an
-internal one becomes a *handle* (region, which tensor, size, stride, offset) and its memory goes, and in mode `recompute` so
-does one that aliases an *output*. Outputs are registered by storage, so a later region that saves a view of one gets a handle
-too: that is how memory is freed without replaying a projection. In backward the first handle of a region replays it once; every
-handle gets its exact view; each tensor of the replay is dropped when its last handle was served.
+A block runs as a sequence of regions (`Tape.run`); saved-tensor hooks are open around those where a saved tensor can matter. After
+a region that is recomputed its saved tensors are swept: one that aliases the region's *input* stays, an internal one becomes a
+*handle* (region, which tensor, size, stride, offset) and its memory goes, and in mode `recompute` so does one that aliases an
+*output*. Outputs are registered by storage, so a later region that saves a view of one gets a handle too: that is how memory is
+freed without replaying a projection. In backward the first handle of a region replays it once; every handle gets its exact view;
+each tensor of the replay is dropped when its last handle was served.
 
 Identity is storage, offset, size, stride and dtype. A registered output holds a `StorageWeakRef`, so its address cannot be
 reused while the block runs. Nothing here knows a model.

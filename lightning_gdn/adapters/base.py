@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..regions import BlockLayout
 from ..tape import Tape
 
-__all__ = ["Adapter", "adapters_for"]
+__all__ = ["Adapter", "imported_adapters"]
 
 _FAMILIES = {
     "transformers.models.qwen3_5.modeling_qwen3_5": "lightning_gdn.adapters.qwen3_5",
@@ -57,6 +57,6 @@ class Adapter(ABC):
         return True
 
 
-def adapters_for() -> list[Adapter]:
+def imported_adapters() -> list[Adapter]:
     """Adapters of the families whose modeling modules are imported in this process."""
     return [importlib.import_module(ours).ADAPTER for theirs, ours in _FAMILIES.items() if theirs in sys.modules]

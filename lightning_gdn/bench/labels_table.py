@@ -109,7 +109,8 @@ class _Counter:
         """Bytes that one unit of each kind in `wanted` retains at `tokens` per sequence."""
         import torch
 
-        from ..apply import apply_plan, inspect_model, instrument
+        from ..apply import apply_plan, instrument
+        from ..inspection import inspect_model
         from ..plan import BlockPlan, Plan
 
         flat = [block for unit in wanted for block in unit]
@@ -161,7 +162,7 @@ def predict(loaded: Loaded, arms: Sequence[str]) -> Prediction:
     """
     import torch
 
-    from ..apply import inspect_model
+    from ..inspection import inspect_model
     from ..plan import Plan
     from .module import meta_model
 

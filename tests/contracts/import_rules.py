@@ -18,7 +18,7 @@ LEVELS: tuple[frozenset[str], ...] = (
     frozenset({"regions", "labels", "plan"}),
     frozenset({"replay", "tape", "ledger"}),
     frozenset({"kernels", "models", "adapters"}),
-    frozenset({"takeover", "apply", "board"}),
+    frozenset({"takeover", "inspection", "apply", "board"}),
     frozenset({"strategies", "_registration", "callbacks"}),
     frozenset({"bench", "recipes"}),
     frozenset({"cli", "__main__"}),

@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM
 from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5Config, Qwen3_5VisionConfig
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForConditionalGeneration
 
-from lightning_gdn.apply import apply_plan, inspect_model
+from lightning_gdn.apply import apply_plan
+from lightning_gdn.inspection import inspect_model
 from tests.models import tiny_batch, tiny_qwen3_5
 from tests.parity.steps import PLANS, unequal_plans
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_gdn.apply import apply_plan, inspect_model, instrument
+from lightning_gdn.apply import apply_plan, instrument
+from lightning_gdn.inspection import inspect_model
 from lightning_gdn.kernels import torch_ops
 from lightning_gdn.models import GDNStack
 from tests.models import tiny_qwen3_5

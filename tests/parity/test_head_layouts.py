@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_gdn.apply import apply_plan
-from tests.models import tiny_batch, tiny_qwen3_5
+from tests.models import tiny_batch, tiny_qwen3_5, tiny_qwen3_next
 from tests.parity.steps import unequal_plans
 
 PLANS = ("gdn_in_proj_conv", "gdn_in_proj_conv_prep", "gdn_conv+gdn_norm_out+layernorm", "gdn", "core_attn+mlp", "full", "full:uniform:2")
@@ -55,6 +55,14 @@ def test_h11_gdn_layouts(layout: str, precision: str) -> None:
 @pytest.mark.parametrize("layout", ATTENTION_LAYOUTS)
 def test_h11_attention_layouts(layout: str, precision: str) -> None:
     assert unequal_plans(tiny_qwen3_5(**ATTENTION_LAYOUTS[layout]), PLANS, tokens=33, mask="left", precision=precision) == {}
+
+
+@pytest.mark.parametrize("layout", ["v=4k", "unequal-and-repeated", "gdn-width-256"])
+def test_h11_layouts_of_qwen3_next(layout: str) -> None:
+    """Its projections are fused per key head, so the split follows the layout. (The others are in `test_qwen3_next.py`.)"""
+    model = tiny_qwen3_next(**LAYOUTS[layout], head_dim=256)
+    plans = [plan for plan in PLANS if "mlp" not in plan]
+    assert unequal_plans(model, plans, tokens=65, mask="left", precision="bf16") == {}
 
 
 @pytest.mark.parametrize("layout", ["v=k", "v=4k", "unequal-and-repeated"])

@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 from lightning_gdn import GDNRecomputeStrategy
-from lightning_gdn.apply import apply_plan, inspect_model
+from lightning_gdn.apply import apply_plan
+from lightning_gdn.inspection import inspect_model
 from tests.lightning_models import TinyModule, same_run, train
-from tests.models import tiny_batch, tiny_qwen3_5
+from tests.models import tiny_batch, tiny_qwen3_5, tiny_qwen3_next
 from tests.parity.steps import PLANS, differences, step, unequal_plans
 
 peft = pytest.importorskip("peft")
@@ -119,6 +120,47 @@ def test_dropout_is_drawn_again_in_a_replay() -> None:
     """Meta: with adapters' dropout the seed decides the loss, so equality above is no accident of dropout being off."""
     model = wrapped(target_modules=list(EVERY))
     assert "loss" in differences(step(model, seed=3, **CASE), step(model.eval(), seed=3, **CASE))
+
+
+# Qwen3-Next
+
+
+NEXT = ("in_proj_qkvz", "in_proj_ba", "out_proj", *ATTENTION)
+NEXT_PLANS = ("gdn_in_proj_conv", "gdn_conv+gdn_norm_out+layernorm", "gdn+core_attn", "full", "full:uniform:2")
+NEXT_VARIANTS: dict[str, dict[str, Any]] = {
+    "lora": {},
+    "rank-stabilised": {"use_rslora": True},
+    "dora": {"use_dora": True},
+    "trained-norms": {"modules_to_save": ["input_layernorm", "linear_attn.norm"]},
+    "routed-experts": {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"], "lora_dropout": 0.0},
+    "shared-gate": {"modules_to_save": ["shared_expert_gate"]},
+}
+
+
+@pytest.mark.parametrize("target", NEXT)
+def test_qwen3_next_one_projection_in_every_block(target: str) -> None:
+    model = wrapped(model=tiny_qwen3_next(layer_types=["linear_attention", "full_attention"] * 2), target_modules=[target])
+    assert len(trainable(model)) == 4
+    assert unequal_plans(model, NEXT_PLANS, precision="bf16", leaf=True, **CASE) == {}
+
+
+@pytest.mark.parametrize("variant", NEXT_VARIANTS)
+def test_qwen3_next_variants(variant: str) -> None:
+    model = wrapped(model=tiny_qwen3_next(), **{"target_modules": list(NEXT), **NEXT_VARIANTS[variant]})
+    for precision in ("fp32", "bf16"):
+        assert unequal_plans(model, NEXT_PLANS, precision=precision, **CASE) == {}
+
+
+@pytest.mark.parametrize("dense", [False, True], ids=["shared-expert", "dense-mlp"])
+def test_qwen3_next_adapters_in_the_mlp(dense: bool) -> None:
+    """Put in MLP by MLP: in a whole Qwen3-Next model PEFT takes these names for the routed experts."""
+    model = tiny_qwen3_next(mlp_only_layers=[0, 1, 2, 3] if dense else []).requires_grad_(False)
+    torch.manual_seed(0)
+    for layer in model.model.layers:
+        config = peft.LoraConfig(r=4, lora_dropout=0.2, use_rslora=True, init_lora_weights=False, target_modules=list(MLP))
+        peft.inject_adapter_in_model(config, layer.mlp if dense else layer.mlp.shared_expert)
+    assert {name.split(".")[-4] for name in trainable(model)} == set(MLP)
+    assert unequal_plans(model, FEW if dense else NEXT_PLANS, precision="bf16", **CASE) == {}
 
 
 # Embeddings
@@ -255,6 +297,14 @@ def test_activated_lora_is_right_or_refused() -> None:
         assert all(torch.equal(a, b) for a, b in zip(gradients(), want, strict=True)), "no region of these calls an adapter"
     with apply_plan(model, "gdn_in_proj_conv"), pytest.raises(RuntimeError, match="region 'in_proj': the replay did not do what"):
         gradients()
+
+
+def test_adapters_on_parameters_are_right_or_refused() -> None:
+    """PEFT parametrizes such a weight for each forward, which counts as an edit of the weight: the region that calls it cannot be replayed."""
+    model = wrapped(target_modules=[], target_parameters=["in_proj_qkv.weight", "o_proj.weight", "down_proj.weight"], lora_dropout=0.0)
+    assert unequal_plans(model, ["gdn_conv+gdn_norm_out+layernorm", "core_attn+gdn_gated_delta_rule"], precision="bf16", **CASE) == {}
+    with apply_plan(model, "gdn_in_proj_conv"), pytest.raises(RuntimeError, match="region 'in_proj' was edited in place in or after the forward"):
+        model(**tiny_batch(2, 33)).loss.backward()
 
 
 def test_a_step_with_the_adapters_switched_off_has_the_base_models_gradients() -> None:

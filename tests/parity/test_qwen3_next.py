@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_gdn.apply import apply_plan, inspect_model, instrument
+from lightning_gdn.apply import apply_plan, instrument
+from lightning_gdn.inspection import inspect_model
 from tests.models import tiny_batch, tiny_qwen3_next
 from tests.parity.steps import PLANS, unequal_plans
 

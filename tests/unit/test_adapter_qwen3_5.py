@@ -12,8 +12,9 @@ import transformers.models.qwen3_5.modeling_qwen3_5 as modeling
 from transformers import DynamicCache
 
 from lightning_gdn.adapters import hf_regions, qwen3_5, qwen3_next
-from lightning_gdn.adapters.base import adapters_for
-from lightning_gdn.apply import apply_plan, inspect_model
+from lightning_gdn.adapters.base import imported_adapters
+from lightning_gdn.apply import apply_plan
+from lightning_gdn.inspection import inspect_model
 from lightning_gdn.regions import REGIONS
 from lightning_gdn.tape import RegionFn
 from tests.models import tiny_batch, tiny_qwen3_5
@@ -68,9 +69,9 @@ def test_what_differs_between_versions_is_read_off_rightly() -> None:
 def test_the_family_is_found_once_its_modeling_module_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 
-    assert [a.name for a in adapters_for()] == ["qwen3_5", "qwen3_next"]
+    assert [a.name for a in imported_adapters()] == ["qwen3_5", "qwen3_next"]
     monkeypatch.delitem(sys.modules, modeling.__name__)
-    assert [a.name for a in adapters_for()] == ["qwen3_next"]
+    assert [a.name for a in imported_adapters()] == ["qwen3_next"]
 
 
 @pytest.mark.parametrize("name", ["past_key_values", "cache"])

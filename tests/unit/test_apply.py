@@ -13,7 +13,8 @@ from transformers.models.olmo_hybrid.configuration_olmo_hybrid import OlmoHybrid
 from transformers.models.olmo_hybrid.modeling_olmo_hybrid import OlmoHybridForCausalLM
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer
 
-from lightning_gdn.apply import FreesNothingWarning, apply_plan, inspect_model, instrument
+from lightning_gdn.apply import FreesNothingWarning, apply_plan, instrument
+from lightning_gdn.inspection import inspect_model
 from lightning_gdn.labels import parse_arm, select
 from lightning_gdn.plan import Plan
 from tests.models import tiny_batch, tiny_qwen3_5

@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from lightning_gdn.apply import inspect_model
 from lightning_gdn.bench import module as module_of_bench
 from lightning_gdn.bench.arm import check_device, run_arm
 from lightning_gdn.bench.compare import check_runnable
@@ -24,6 +23,7 @@ from lightning_gdn.bench.recipes import Loaded, load, shipped
 from lightning_gdn.bench.records import read_json
 from lightning_gdn.bench.stack import StackLM
 from lightning_gdn.cli import main
+from lightning_gdn.inspection import inspect_model
 from tests.unit.bench_support import FAMILIES, TINY_NEXT, TINY_STACK, tiny_recipe
 
 ARMS = ["none", "gdn_conv+gdn_norm_out+layernorm", "full:block:2+gdn_front", "full:uniform:3"]

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForCausalLM
 
 from lightning_gdn import GDNRecomputeStrategy
-from lightning_gdn.apply import apply_plan, inspect_model
+from lightning_gdn.apply import apply_plan
+from lightning_gdn.inspection import inspect_model
 from tests.lightning_models import QUIET, TinyModule, loader, same_run
 from tests.models import tiny_batch, tiny_qwen3_5
 
