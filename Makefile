@@ -89,7 +89,7 @@ format: $(STAMP)
 wheel-check: $(STAMP)
 	$(BIN)/python tests/contracts/wheel_check.py
 
-## clean        remove .venv and the matrix's environments, build products, caches and run folders' leftovers (runs/ stays)
+## clean        remove every environment, build products and caches (runs/ stays)
 clean:
 	rm -rf $(VENV) .venv-tf* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

@@ -49,7 +49,7 @@ def _parser(verb: str, summary: str, examples: str, *, recipe: bool = True) -> _
     )
     if recipe:
         parser.add_argument("recipe", metavar="RECIPE", help="a YAML file, or the name of a shipped recipe")
-        parser.add_argument("overrides", metavar="key=value", nargs="*", help="dotted overrides, for instance trainer.max_steps=30")
+        parser.add_argument("overrides", metavar="[key=value ...]", nargs="*", help="dotted overrides, for instance trainer.max_steps=30")
     return parser
 
 

@@ -157,7 +157,7 @@ def _full_from_text(text: str) -> FullRecompute:
         raise ValueError(f"{text!r}: expected full, full:METHOD or full:METHOD:NUM_LAYERS, for instance full:block:6")
     number: int | None = None
     if len(rest) == 2:
-        if not rest[1].isdigit():
+        if not (rest[1].isascii() and rest[1].isdigit()):
             raise ValueError(f"{text!r}: num_layers must be a positive integer, got {rest[1]!r}; for instance full:block:6")
         number = int(rest[1])
     return FullRecompute(method=rest[0] if rest else "uniform", num_layers=number)

@@ -272,14 +272,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     steps = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
     # whatever libraries print goes to the log with stderr; stdout carries progress alone
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    record = run_arm(
-        loaded.recipe,
-        loaded.saved,
-        given.arm,
-        round_index=given.round,
-        folder=given.out.parent,
-        progress=lambda done, total: print(PROGRESS, done, total, file=steps),
-    )
+
+    def progress(done: int, total: int) -> None:
+        try:
+            print(PROGRESS, done, total, file=steps)
+        except BrokenPipeError:  # nobody waits for this arm any more: it ends, and leaves no record that would blame it
+            raise SystemExit("the comparison that started this arm is gone") from None
+
+    record = run_arm(loaded.recipe, loaded.saved, given.arm, round_index=given.round, folder=given.out.parent, progress=progress)
     if started_rank() == 0:
         write_json(given.out, record)
     return 0 if record["status"] == "ok" else 1

@@ -7,6 +7,7 @@ import signal
 import site
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from ..labels import parse_arm
 from .checks import check_arm
 from .data import Text, check_vocabulary, read_text
 from .errors import UserError
@@ -47,9 +49,13 @@ def prepare(arms: Sequence[str], *, key: str = "compare.arms") -> list[str]:
     """
     for arm in arms:
         check_arm(arm, key)
-    twice = next((arm for index, arm in enumerate(arms) if arm in arms[:index]), None)
-    if twice:
-        raise UserError(f"{key}: {twice!r} is given twice; rounds repeat every arm (compare.rounds)")
+    seen: dict[tuple[Any, ...], str] = {}
+    for arm in arms:
+        selection = parse_arm(arm)
+        first = seen.setdefault((frozenset(selection.labels), selection.full), arm)
+        if first is not arm:
+            what = f"{arm!r} is given twice" if first == arm else f"{first!r} and {arm!r} are the same plan"
+            raise UserError(f"{key}: {what}; rounds repeat every arm (compare.rounds)")
     return list(arms) if CONTROL in arms else [CONTROL, *arms]
 
 
@@ -72,7 +78,6 @@ def check_runnable(loaded: Loaded, arms: Sequence[str]) -> Text:
 
         require_wandb()
     from ..inspection import inspect_model
-    from ..labels import parse_arm
     from ..plan import Plan
     from .arm import check_device
     from .data import make_loaders
@@ -99,7 +104,8 @@ def new_folder(out: str | None, loaded: Loaded) -> Path:
     folder = Path(out).expanduser() if out else Path(loaded.recipe.out_dir).expanduser() / f"{loaded.name}-{stamp}"
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         if out:
-            raise UserError(f"--out: {folder} exists and is not empty; name a new folder")
+            what = "is not empty" if folder.is_dir() else "is a file"
+            raise UserError(f"--out: {folder} exists and {what}; name a new folder")
         folder = folder.with_name(f"{folder.name}-{os.getpid()}")
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -130,7 +136,7 @@ def compare(
     launch = launch or _launch(loaded)
     records = []
     plan = schedule(arms, rounds)
-    with _progress(plan, loaded.recipe.trainer.max_steps, show) as tick:
+    with _terminated_cleanly(), _progress(plan, loaded.recipe.trainer.max_steps, show) as tick:
         for index, arm in plan:
             out = folder / "arms" / f"{slug(arm)}-round{index}" / "record.json"
             out.parent.mkdir(parents=True, exist_ok=True)
@@ -141,6 +147,23 @@ def compare(
     result = judge(records, name=folder.name, arms=arms)
     write_json(folder / "comparison.json", result)
     return result
+
+
+@contextmanager
+def _terminated_cleanly() -> Iterator[None]:
+    """SIGTERM (a batch system, `timeout`) ends the comparison as Ctrl-C does: by default it would leave the arm's process running."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _dead(loaded: Loaded, arm: str, index: int, code: int, log: Path) -> dict[str, Any]:

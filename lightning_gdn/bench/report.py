@@ -48,6 +48,8 @@ def caption(result: Mapping[str, Any]) -> list[str]:
         "retained: bytes that the blocks hold from forward to backward of one micro-batch; step: median after warm-up; "
         "Δ: percent against none in the same round, median over rounds",
     ]
+    if result["environment"] and result["environment"]["device"] == "cpu":
+        lines.append("step times of a CPU say nothing about a GPU, and on a busy machine little about each other; bytes and losses are exact")
     control = next((e for e in result["arms"] if e["arm"] == result["control"]), None)
     if control and control["loss_first"] is not None and control["loss_last"] is not None:
         lines.append(f"loss of {result['control']}: {control['loss_first']:.3f} -> {control['loss_last']:.3f} nats per byte")

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import gc
+import json
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
 
 import lightning.pytorch as L
 import pytest
@@ -28,6 +33,25 @@ FREES_NOTHING = {"gdn_in_proj", "gdn_in_proj_split"}
 
 def recipe(attention: str) -> Recipe:
     return load("qwen3_5_0_8b", [f"model.attn_implementation={attention}", "data.seq_len=4096", "trainer.accumulate_grad_batches=1"]).recipe
+
+
+ROWS: list[dict[str, object]] = []
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _record() -> Iterator[None]:
+    """With GPU_RECORD=FILE what was measured is written there: `GPU_RECORD=benchmarks/records/labels_H200_DATE.json make test-gpu`."""
+    yield
+    target = os.environ.get("GPU_RECORD")
+    if target:
+        versions = {name: version(name) for name in ("torch", "transformers", "triton", "fla-core")}
+        head = {
+            "date": datetime.now(UTC).date().isoformat(),
+            "command": "make test-gpu",
+            "device": torch.cuda.get_device_name(0),
+            "versions": versions,
+        }
+        Path(target).write_text(json.dumps({**head, "git_revision": os.environ.get("GIT_REVISION"), "rows": ROWS}, indent=1) + "\n")
 
 
 @dataclass
@@ -123,6 +147,7 @@ def test_bit_equal_where_the_kernels_are(deterministic: Rig, label: str) -> None
             loss, _ = deterministic.step()
             assert loss == deterministic.loss
             assert deterministic.difference() == (0.0, 0)
+    ROWS.append({"label": label, "attention": "eager", "loss_and_gradients": "bit-equal"})
     assert applied.kernels["delta_rule"] == "fla.chunk_gated_delta_rule"
     assert "eager" in applied.kernels["core_attn"]
 
@@ -138,12 +163,13 @@ def test_gradients_within_the_kernels_own_noise_and_bytes_as_the_allocator_sees(
         assert relative <= 1.25 * max(production.noise), (relative, production.noise)
         freed, ledger = production.retained - retained, applied.ledger
         net = ledger.discarded_bytes - ledger.replay_input_bytes
+        noise = {"relative_gradient_difference": relative, "control_noise": max(production.noise)}
+        ROWS.append({"label": label, "attention": "sdpa", "allocator_freed_bytes": freed, "ledger_freed_bytes": net, **noise})
         if label in FREES_NOTHING:
             assert net == 0
             assert abs(freed) < 2**20
         else:
             assert abs(net - freed) <= 0.01 * freed, (net, freed)
-    print(f"{label}: freed {freed / 2**20:.1f} MiB, ledger {net / 2**20:.1f} MiB, gradients {relative:.2e} (noise {max(production.noise):.2e})")
 
 
 def test_a_planted_error_is_outside_the_noise(production: Rig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -301,3 +303,33 @@ def test_an_arms_process_has_the_recipes_threads_and_this_package(tmp_path: Path
     assert str(Path(__file__).resolve().parents[2]) in env["PYTHONPATH"].split(os.pathsep)
     three = replace(loaded, recipe=replace(loaded.recipe, trainer=replace(loaded.recipe.trainer, num_threads=3)))
     assert child_environment(three)["OMP_NUM_THREADS"] == "3"
+
+
+def test_two_spellings_of_one_plan_are_one_arm() -> None:
+    with pytest.raises(UserError, match=r"'gdn_conv\+layernorm' and 'layernorm\+gdn_conv' are the same plan"):
+        split_arms("none,gdn_conv+layernorm,layernorm+gdn_conv")
+    with pytest.raises(UserError, match="num_layers must be a positive integer, got '²'"):
+        split_arms("none,full:uniform:²")
+
+
+def test_sigterm_ends_the_comparison_and_its_arm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch system or `timeout` sends SIGTERM, whose default would leave the arm training on."""
+    arm = tmp_path / "arm"
+    arm.write_text(f"#!/bin/sh\necho $$ > {tmp_path}/pid\necho @step 1 2\nexec sleep 60\n")
+    arm.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(arm))
+    before = signal.getsignal(signal.SIGTERM)
+    (tmp_path / "run").mkdir()
+
+    def terminated(*_: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return lambda done, total: None
+
+    monkeypatch.setattr("lightning_gdn.bench.compare._progress", lambda *_: nullcontext(lambda index, name: terminated))
+    with pytest.raises(SystemExit) as stopped:
+        compare(load(str(tiny_recipe(tmp_path))), ["none"], tmp_path / "run", show=False)
+    assert stopped.value.code == 128 + signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) is before
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
+    assert not list((tmp_path / "run").rglob("record.json"))

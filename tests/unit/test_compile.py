@@ -75,7 +75,7 @@ def test_a_model_compiled_before_or_after_the_plan(plan: str, first: str) -> Non
 
 
 def test_blocks_are_no_part_of_a_graph_and_the_rest_is() -> None:
-    """Embedding, rotary frequencies and loss are still given to the compiler; a later step compiles nothing."""
+    """Embedding, rotary frequencies and loss are still given to the compiler; from the third step on nothing is compiled."""
     model, backend = tiny_qwen3_5(**SMALL), Counting()
     inside: list[bool] = []
     for layer in model.model.layers:
@@ -83,6 +83,7 @@ def test_blocks_are_no_part_of_a_graph_and_the_rest_is() -> None:
     compiled = torch.compile(model, backend=backend)
     with apply_plan(model, PLAN):
         gradients(model, compiled)
+        gradients(model, compiled)  # with gradients in place, of which transformers 5.24 makes another graph
         graphs = backend.graphs
         assert graphs >= 2
         gradients(model, compiled)
