@@ -280,7 +280,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise SystemExit("the comparison that started this arm is gone") from None
 
     record = run_arm(loaded.recipe, loaded.saved, given.arm, round_index=given.round, folder=given.out.parent, progress=progress)
-    if started_rank() == 0:
+    if loaded.recipe.trainer.devices == 1 or started_rank() == 0:
         write_json(given.out, record)
     return 0 if record["status"] == "ok" else 1
 
