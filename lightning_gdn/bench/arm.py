@@ -54,7 +54,7 @@ def check_device(recipe: Recipe) -> str:
         why = f"torch {torch.__version__} is a CPU build" if built is None else f"torch {torch.__version__} (CUDA {built}) sees no device"
         raise UserError(f"trainer.accelerator: gpu was asked for, but {why}; write trainer.accelerator=cpu, or use recipes/demo_cpu.yaml")
     device = "gpu" if there and wanted != "cpu" else "cpu"
-    if device == "gpu" and torch.cuda.device_count() < recipe.trainer.devices:
+    if device == "gpu" and recipe.trainer.devices > max(1, torch.cuda.device_count()):
         raise UserError(f"trainer.devices: got {recipe.trainer.devices}, torch sees {torch.cuda.device_count()} GPUs")
     if recipe.trainer.loss == "fused_linear_cross_entropy":
         problem = fused_loss_problem("cuda" if device == "gpu" else device)
