@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +25,20 @@ from tests.lightning_models import QUIET, TinyModule, train
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What every case returned, by rank; all cases run in one start of two processes."""
-    folder = tmp_path_factory.mktemp("ddp")
-    done = launch("-m", "tests.distributed.worker", "tests.distributed.cases", folder, cwd=folder, timeout=250)
-    assert done.code == 0, done.output[-4000:]
-    (folder / "printed.txt").write_text(done.output)
+    """What every case returned, by rank; all cases run in one start of two processes, once for all workers of pytest-xdist."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "ddp"
+    folder.mkdir(exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "printed.txt").exists():
+            done = launch("-m", "tests.distributed.worker", "tests.distributed.cases", folder, cwd=folder, timeout=250)
+            assert done.code == 0, done.output[-4000:]
+            (folder / "printed.txt").write_text(done.output)
+    printed = (folder / "printed.txt").read_text()
     ranks = [json.loads((folder / f"cases_rank{rank}.json").read_text()) for rank in (0, 1)]
     for found in ranks:
-        found["printed"], found["folder"] = {"value": done.output}, {"value": str(folder)}
+        found["printed"], found["folder"] = {"value": printed}, {"value": str(folder)}
     return ranks
 
 
