@@ -100,7 +100,7 @@ def measure(stack: GDNStack, arm: str, x0: Tensor, warm: int, count: int) -> dic
             one_step(stack, run, x0)
         rows = [one_step(stack, run, x0) for _ in range(count)]
         ledger = applied.ledger.as_dict() if applied.installed else None
-    gradients = [p.grad for p in stack.parameters()]
+    gradients = [p.grad.cpu() for p in stack.parameters() if p.grad is not None]  # on the GPU they would be part of the next arm's peak
     return {
         "ms": statistics.median(r[0] for r in rows),
         "act_mib": rows[-1][1],
@@ -180,7 +180,7 @@ def main() -> None:
             row = measure(stack, arm, x0, args.warm, args.steps)
             gradients = row.pop("gradients")
             if arm == "none" and not control:
-                control = [g.clone() for g in gradients]
+                control = gradients
             elif control:
                 equal[arm] = equal.get(arm, True) and all(torch.equal(a, b) for a, b in zip(control, gradients, strict=True))
             rounds[arm].append(row)

@@ -198,7 +198,8 @@ def apply_plan(
     _refuse_second_plan(report)  # the control too: a model under a plan is no control
     if plan.is_control and kernels == "stock":
         return AppliedPlan(report, plan, selection, session, ())
-    _refuse_other_recompute(model, report)
+    if not plan.is_control:
+        _refuse_other_recompute(model, report)
     if report.unknown:
         _log.warning("%s", report.describe(taken_over=True))
     if _is_compiled(model):

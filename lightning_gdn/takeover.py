@@ -150,7 +150,7 @@ class BlockTakeover(Takeover):
         if session.ended or not torch.is_grad_enabled():
             return self._as_it_is(module, x.device, args, kwargs)
         probe = session.ledger.probe(self.name, module) if session.ledger.pending else None
-        if probe is None and not self._modes:
+        if not self._modes and (probe is None or self._other_recompute(module) is not None):
             return self._as_it_is(module, x.device, args, kwargs)
         if not self._may_run(module):
             return self._as_it_is(module, x.device, args, kwargs)
@@ -172,19 +172,25 @@ class BlockTakeover(Takeover):
         with Tape({}, device, kernels=self.session.kernels) as tape:  # nothing in it opens hooks
             return self._run(module, tape, *args, **kwargs)
 
+    def _other_recompute(self, module: nn.Module) -> str | None:
+        """What else recomputes or moves this block's saved tensors, or None."""
+        if getattr(module, "gradient_checkpointing", False) and module.training:
+            return "Hugging Face gradient checkpointing"
+        return foreign_hooks()
+
     def _may_run(self, module: nn.Module) -> bool:
+        other = self._other_recompute(module)
+        if other is None:
+            return True
         if getattr(module, "gradient_checkpointing", False) and module.training:
             raise RuntimeError(
-                f"block {self.name!r}: Hugging Face gradient checkpointing was switched on after the plan was applied; every region would be "
-                "replayed inside its recompute. Call model.gradient_checkpointing_disable(), or use recompute=['full'] instead of it."
+                f"block {self.name!r}: {other} was switched on after the plan was applied; every region would be replayed inside its recompute. "
+                "Call model.gradient_checkpointing_disable(), or use recompute=['full'] instead of it."
             )
-        foreign = foreign_hooks()
-        if foreign is None:
-            return True
         if self.session.on_foreign_hooks == "bypass":
             return False
         raise RuntimeError(
-            f"block {self.name!r}: other saved-tensor hooks are open around it: {foreign}. Only the innermost hooks of PyTorch fire, so the plan "
+            f"block {self.name!r}: other saved-tensor hooks are open around it: {other}. Only the innermost hooks of PyTorch fire, so the plan "
             "would defeat them. Leave that context (torch.utils.checkpoint, save_on_cpu, ...) around taken-over blocks, or pass "
             'on_foreign_hooks="bypass" to let it win: blocks called inside it then run untouched.'
         )

@@ -383,3 +383,19 @@ def test_a_copy_made_under_a_plan_can_be_trained_on_its_own(model: nn.Module, ho
 def test_the_control_is_refused_on_a_model_under_a_plan(model: nn.Module) -> None:
     with apply_plan(model, "layernorm"), pytest.raises(RuntimeError, match="under another plan"):
         apply_plan(model, [])
+
+
+def test_fused_kernels_alone_go_with_gradient_checkpointing_and_other_hooks(model: nn.Module) -> None:
+    """The control with fused kernels replaces functions and recomputes nothing, so it may run inside somebody else's recompute."""
+    plain = gradients(model)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    try:
+        with apply_plan(model, [], kernels="fused") as applied:
+            assert applied.installed
+            assert same(gradients(model), plain)
+        with pytest.raises(ValueError, match="gradient checkpointing"):
+            apply_plan(model, "layernorm", kernels="fused")
+    finally:
+        model.gradient_checkpointing_disable()
+    with apply_plan(model, [], kernels="fused"), torch.autograd.graph.save_on_cpu():
+        assert same(gradients(model), plain)
