@@ -69,9 +69,10 @@ def test_what_differs_between_versions_is_read_off_rightly() -> None:
 def test_the_family_is_found_once_its_modeling_module_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 
-    assert [a.name for a in imported_adapters()] == ["qwen3_5", "qwen3_next"]
+    before = [a.name for a in imported_adapters()]  # others are there as well if an earlier test imported them
+    assert {"qwen3_5", "qwen3_next"} <= set(before)
     monkeypatch.delitem(sys.modules, modeling.__name__)
-    assert [a.name for a in imported_adapters()] == ["qwen3_next"]
+    assert [a.name for a in imported_adapters()] == [name for name in before if name != "qwen3_5"]
 
 
 @pytest.mark.parametrize("name", ["past_key_values", "cache"])
