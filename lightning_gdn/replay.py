@@ -75,7 +75,7 @@ class RegionFn:
         return False
 
     def versions(self, owner: nn.Module) -> int:
-        """Sum of the version counters of every parameter and buffer a replay reads.
+        """Sum of the version counters of every parameter and buffer a replay reads, and of the hooks of modules that have some.
 
         A module that edits a buffer in its forward (spectral norm, batch norm) would do so again in a replay, from a later state: the sum,
         taken before the forward, has then changed, and the replay is refused.
@@ -87,7 +87,7 @@ class RegionFn:
         for name in self.modules:
             module = owner._modules[name]
             assert module is not None
-            if module._modules or module._buffers:
+            if module._modules or module._buffers or module._forward_hooks or module._forward_pre_hooks:
                 total += _all_versions(module)
                 continue
             for parameter in module._parameters.values():
@@ -97,7 +97,10 @@ class RegionFn:
 
 
 def _all_versions(module: nn.Module) -> int:
-    return sum(tensor._version for tensors in (module.parameters(), module.buffers()) for tensor in tensors)
+    """Of every tensor, and the forward hooks by their ids, which never repeat: a hook that comes or goes changes what a replay computes."""
+    tensors = sum(tensor._version for found in (module.parameters(), module.buffers()) for tensor in found)
+    hooks = sum(number for part in module.modules() for found in (part._forward_hooks, part._forward_pre_hooks) for number in found)
+    return tensors + (hooks << 32)
 
 
 class Slot:
@@ -210,7 +213,7 @@ class Region:
         if now != self.versions:
             hint = (
                 f"A parameter or buffer of region {self.fn.name!r} was edited in place in or after the forward, or swapped "
-                "(torch.func.functional_call); the region cannot be replayed."
+                "(torch.func.functional_call), or a forward hook of its modules came or went; the region cannot be replayed."
             )
             raise RuntimeError(_MODIFIED.format(what="a parameter or buffer", now=now, then=self.versions, hint=hint))
         inputs = []
@@ -317,7 +320,8 @@ def _replay_mismatch(name: str, expect: list[Any], got: list[Any]) -> RuntimeErr
         what = f"saved tensor {position} is {got[position] or 'a parameter'}, in the forward it was {expect[position] or 'a parameter'}"
     return RuntimeError(
         f"region {name!r}: the replay did not do what the forward did: {what}. Something the region depends on changed between forward and "
-        "backward: a module swapped or switched between train and eval, requires_grad, autocast, or code that depends on global state."
+        "backward: a module swapped or switched between train and eval, a forward hook removed (some adapters set one for the forward only), "
+        "requires_grad, autocast, or code that depends on global state."
     )
 
 

@@ -11,9 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from lightning_gdn.apply import apply_plan
 from lightning_gdn.regions import Mode
 from lightning_gdn.replay import RegionFn, RngState, in_replay, is_parameter
 from lightning_gdn.tape import Tape
+from tests.models import tiny_batch, tiny_qwen3_5
 
 CPU = torch.device("cpu")
 N = 32
@@ -204,3 +206,31 @@ def test_a_parametrized_parameter() -> None:
         owner.parametrizations.scale.original.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_forward_hook_that_comes_or_goes_between_forward_and_backward_refuses_the_replay(when: str) -> None:
+    model = tiny_qwen3_5()
+    projection = model.model.layers[1].linear_attn.in_proj_qkv
+
+    def scaled(module: nn.Module, args: object, out: Tensor) -> Tensor:
+        return out * 1.5
+
+    with apply_plan(model, "gdn"):
+        if when == "before":
+            handle = projection.register_forward_hook(scaled)
+            loss = model(**tiny_batch(2, 33)).loss
+            handle.remove()
+        else:
+            loss = model(**tiny_batch(2, 33)).loss
+            handle = projection.register_forward_hook(scaled)
+        with pytest.raises(RuntimeError, match=r"'in_proj'.*a forward hook of its modules came or went"):
+            loss.backward()
+        handle.remove()
+        handle = projection.register_forward_hook(scaled)  # one that stays is replayed as it ran
+        model.zero_grad()
+        model(**tiny_batch(2, 33)).loss.backward()
+        got = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    model(**tiny_batch(2, 33)).loss.backward()
+    assert all(torch.equal(a, p.grad) for a, p in zip(got, model.parameters(), strict=True) if a is not None and p.grad is not None)
