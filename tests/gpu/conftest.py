@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import os
 import warnings
 
+import pytest
 import torch
 
 if torch.cuda.is_available():
@@ -14,3 +16,14 @@ if torch.cuda.is_available():
         warnings.simplefilter("ignore")
         importlib.import_module("fla.ops.gated_delta_rule")
         importlib.import_module("transformers.models.qwen3_5.modeling_qwen3_5")
+
+
+FIRST_RUN = "GPU_FIRST_RUN"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that were written without a GPU at hand are skipped, with this reason, until somebody has run them on one and removes the mark."""
+    if FIRST_RUN not in os.environ:
+        for item in items:
+            if item.get_closest_marker("never_run_on_a_gpu"):
+                item.add_marker(pytest.mark.skip(reason=f"written without a GPU at hand and never run on one: {FIRST_RUN}=1 make test-gpu"))
