@@ -17,25 +17,10 @@ from lightning_gdn import GDNRecomputeStrategy
 from lightning_gdn.takeover import Takeover
 from tests.lightning_models import QUIET, LoraLike, TinyModule, count_calls, loader, logged, same_run, train
 from tests.models import tiny_qwen3_5
+from tests.parity.steps import LABELS
 
 PLAN = ["gdn_conv", "gdn_norm_out", "layernorm"]
-ARMS = [
-    "gdn_in_proj",
-    "gdn_in_proj_split",
-    "gdn_in_proj_conv",
-    "gdn_in_proj_conv_prep",
-    "gdn_conv",
-    "gdn_front",
-    "gdn_norm_out",
-    "gdn_gated_delta_rule",
-    "gdn",
-    "layernorm",
-    "mlp",
-    "full",
-    "full:block:2",
-    "full:uniform:2",
-    "gdn_conv+gdn_norm_out+layernorm+mlp",
-]
+ARMS = [*(label for label in LABELS if label != "core_attn"), "full", "full:block:2", "full:uniform:2", "gdn_conv+gdn_norm_out+layernorm+mlp"]
 
 
 def taken_over(model: nn.Module) -> list[str]:

@@ -132,17 +132,21 @@ def test_compile_with_eager_backend(model: nn.Module) -> None:
 # Copies
 
 
+def copied(model: nn.Module, how: str) -> nn.Module:
+    if how == "deepcopy":
+        return copy.deepcopy(model)
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    assert b"lightning_gdn" not in buffer.getvalue(), "it loads where the package is not installed"
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
 @pytest.mark.parametrize("how", ["deepcopy", "pickle"])
 def test_a_copy_runs_on_its_own_weights(model: nn.Module, how: str) -> None:
     with apply_plan(model, "full"):
         gradients(model)
-        if how == "deepcopy":
-            other = copy.deepcopy(model)
-        else:
-            buffer = io.BytesIO()
-            torch.save(model, buffer)
-            buffer.seek(0)
-            other = torch.load(buffer, weights_only=False)
+        other = copied(model, how)
         with torch.no_grad():
             for parameter in other.parameters():
                 parameter.mul_(1.5)
@@ -151,8 +155,6 @@ def test_a_copy_runs_on_its_own_weights(model: nn.Module, how: str) -> None:
         assert same(gradients(other), gradients(plain))
         under_plan = isinstance(other.model.layers[0].__dict__["forward"], Takeover)
         assert under_plan == (how == "deepcopy"), "a deep copy (EMA) is under the plan as well, a pickled one is a plain model"
-        if how == "pickle":
-            assert b"lightning_gdn" not in buffer.getvalue(), "it loads where the package is not installed"
         with torch.no_grad():
             assert torch.equal(other(**BATCH).logits, plain(**BATCH).logits)
         del model
@@ -366,13 +368,7 @@ def test_a_copy_made_under_a_plan_can_be_trained_on_its_own(model: nn.Module, ho
     plain = gradients(model)
     with apply_plan(model, "full"):
         gradients(model)
-        if how == "deepcopy":
-            other = copy.deepcopy(model)
-        else:
-            buffer = io.BytesIO()
-            torch.save(model, buffer)
-            buffer.seek(0)
-            other = torch.load(buffer, weights_only=False)
+        other = copied(model, how)
     assert same(gradients(other), plain), "untouched once the plan has ended"
     with apply_plan(other, "gdn") as applied:
         assert same(gradients(other), plain)
