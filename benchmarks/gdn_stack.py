@@ -15,6 +15,7 @@ import argparse
 import json
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -186,7 +187,7 @@ def main() -> None:
             rounds[arm].append(row)
     record: dict[str, Any] = {
         "date": datetime.now(UTC).date().isoformat(),
-        "command": f"python benchmarks/gdn_stack.py --layers {args.layers} --seq {args.seq} --batch {args.batch} --rounds {args.rounds}",
+        "command": "python benchmarks/gdn_stack.py " + " ".join(sys.argv[1:]),
         "device": torch.cuda.get_device_name(0),
         "versions": {"python": platform.python_version(), "torch": torch.__version__, **versions()},
         "region_ms": {name: round(ms, 4) for name, ms in regions.items()},

@@ -13,6 +13,7 @@ import argparse
 import json
 import platform
 import statistics
+import sys
 import time
 from datetime import UTC, datetime
 from pathlib import Path
@@ -106,7 +107,7 @@ def main() -> None:
             rounds[arm].append(measure(trainee, arm, args.warm, args.steps))
     record: dict[str, Any] = {
         "date": datetime.now(UTC).date().isoformat(),
-        "command": f"python benchmarks/whole_model.py --seq {args.seq} --arms {args.arms} --rounds {args.rounds} --losses {args.losses}",
+        "command": "python benchmarks/whole_model.py " + " ".join(sys.argv[1:]),
         "device": torch.cuda.get_device_name(0),
         "versions": {"python": platform.python_version(), "torch": torch.__version__, **versions()},
         "parameters": sum(p.numel() for p in trainee.model.parameters() if isinstance(p, nn.Parameter)),

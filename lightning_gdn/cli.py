@@ -250,6 +250,7 @@ def _validate(argv: Sequence[str]) -> int:
         print(to_yaml(loaded.saved), end="")
     else:
         print(f"{loaded.source}: valid; text: {text.source}, {text.files} files, {len(text.data):,} bytes")
+        print("not checked without loading torch: whether the model has the regions of its arms, and the device")
     return 0
 
 

@@ -57,7 +57,7 @@ LABELS: dict[str, Label] = {
         _label("gdn_conv", "convolution and prep replayed; no GEMM and no collective is replayed", both="conv prep"),
         _label("gdn_front", "everything in front of the delta rule replayed", both="in_proj conv prep gates"),
         _label("gdn_norm_out", "gated output norm replayed; with the eager model its fp32 internals go too", both="norm_out"),
-        _label("gdn_gated_delta_rule", "measured as a bad trade on fused kernels: they already recompute inside", inside="delta_rule"),
+        _label("gdn_gated_delta_rule", "frees little where the kernel already recomputes inside (FLA)", inside="delta_rule"),
         _label(
             "gdn",
             "the whole GDN mixer replayed, its output stays",
@@ -230,16 +230,16 @@ def parse_arm(text: str) -> Selection:
     return select(text.strip())
 
 
-_CHEAPER = {
-    "gdn_in_proj": "gdn_norm_out",
-    "gdn_in_proj_split": "gdn_norm_out",
-    "gdn_in_proj_conv": "gdn_conv+gdn_norm_out+layernorm",
-    "gdn_in_proj_conv_prep": "gdn_conv+gdn_norm_out+layernorm",
-    "gdn_gated_delta_rule": "gdn_norm_out",
+_FREES_MORE = "frees {what}; gdn_norm_out frees more"
+_ADVICE: dict[tuple[str, str], str] = {
+    ("gdn_in_proj_conv", "stock"): "gdn_norm_out saves more for less step time (Qwen3.5-0.8B at 8192 tokens)",
+    ("gdn_in_proj_conv", "fused"): "gdn_conv+gdn_norm_out+layernorm saves more for less step time (20-layer GDN stack at 8192 tokens, batch 2)",
+    **{(name, kernels): _FREES_MORE.format(what="almost nothing") for name in ("gdn_in_proj", "gdn_in_proj_split") for kernels in ("stock", "fused")},
+    **{("gdn_gated_delta_rule", kernels): _FREES_MORE.format(what="little with FLA's kernel") for kernels in ("stock", "fused")},
 }
-"""Measured on a GDN stack (hidden 2048, 16,384 tokens): these free more for less step time."""
+"""(label, option `kernels`) -> what is known to be better; each from a record under benchmarks/."""
 
 
-def advice(selection: Selection) -> list[str]:
-    """One line for every label for which a cheaper plan is known that saves more."""
-    return [f"{name}: {_CHEAPER[name]} saves more for less step time (measured on fused kernels)" for name in selection.labels if name in _CHEAPER]
+def advice(selection: Selection, kernels: str) -> list[str]:
+    """One line for every label for which something better is known under this setting."""
+    return [f"{name}: {_ADVICE[name, kernels]}" for name in selection.labels if (name, kernels) in _ADVICE]

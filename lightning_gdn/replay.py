@@ -18,10 +18,8 @@ from torch import Tensor, nn
 
 __all__ = ["Region", "RegionFn", "RngState", "Slot", "in_replay", "is_parameter", "modified", "thread_state"]
 
-_MODIFIED = (
-    "one of the variables needed for gradient computation has been modified by an inplace operation: {what} is at version {now}; "
-    "expected version {then} instead (lightning_gdn tape). {hint}"
-)
+_EDITED = "one of the variables needed for gradient computation has been modified by an inplace operation"
+_MODIFIED = _EDITED + ": {what} is at version {now}; expected version {then} instead (lightning_gdn tape). {hint}"
 thread_state = threading.local()
 """`tape`: the tape of the running block; `replays`: depth of running replays. Backward runs in threads of its own on CUDA."""
 _current_graph_task_id = torch._C._current_graph_task_id
@@ -97,10 +95,10 @@ class RegionFn:
 
 
 def _all_versions(module: nn.Module) -> int:
-    """Of every tensor, and the forward hooks by their ids, which never repeat: a hook that comes or goes changes what a replay computes."""
+    """Of every tensor, and which forward hooks there are: one that comes or goes changes what a replay computes. Hook ids never repeat."""
     tensors = sum(tensor._version for found in (module.parameters(), module.buffers()) for tensor in found)
-    hooks = sum(number for part in module.modules() for found in (part._forward_hooks, part._forward_pre_hooks) for number in found)
-    return tensors + (hooks << 32)
+    hooks = tuple(number for part in module.modules() for found in (part._forward_hooks, part._forward_pre_hooks) for number in found)
+    return tensors + hash(hooks) if hooks else tensors
 
 
 class Slot:
@@ -215,7 +213,7 @@ class Region:
                 f"A parameter or buffer of region {self.fn.name!r} was edited in place in or after the forward, or swapped "
                 "(torch.func.functional_call), or a forward hook of its modules came or went; the region cannot be replayed."
             )
-            raise RuntimeError(_MODIFIED.format(what="a parameter or buffer", now=now, then=self.versions, hint=hint))
+            raise RuntimeError(f"{_EDITED} (lightning_gdn tape). {hint}")
         inputs = []
         for arg, requires in zip(args, self.grads, strict=True):
             if type(arg) is Slot:

@@ -70,7 +70,7 @@ class _PlanMixin:
         rank_zero_info(applied.describe())
         if applied.installed:
             rank_zero_info(_kernels_line(module, self.root_device, self.kernels))  # type: ignore[attr-defined]
-        for line in advice(self.selection):
+        for line in advice(self.selection, self.kernels):
             rank_zero_info(line)
         for problem in applied.kernel_problems(self.root_device):  # type: ignore[attr-defined]
             rank_zero_warn(problem)

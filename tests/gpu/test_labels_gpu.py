@@ -47,7 +47,7 @@ def _record() -> Iterator[None]:
         versions = {name: version(name) for name in ("torch", "transformers", "triton", "fla-core")}
         head = {
             "date": datetime.now(UTC).date().isoformat(),
-            "command": "make test-gpu",
+            "command": "GPU_RECORD=FILE make test-gpu",
             "device": torch.cuda.get_device_name(0),
             "versions": versions,
         }

@@ -160,13 +160,16 @@ def test_every_label_stands_for_known_regions() -> None:
         assert all(mode in (Mode.RECOMPUTE, Mode.RECOMPUTE_INSIDE) for _, mode in label.modes)
 
 
-def test_advice_names_a_known_cheaper_plan() -> None:
-    for name in LABELS:
-        for line in advice(select(name)):
-            assert line.startswith(f"{name}: ")
-            parse_arm(line.split()[1])
-    assert advice(select("gdn_conv")) == []
-    assert len(advice(select("gdn_in_proj_conv+gdn_in_proj"))) == 2
+def test_advice_names_labels_and_depends_on_the_kernels() -> None:
+    for kernels in ("stock", "fused"):
+        assert advice(select("gdn_conv"), kernels) == []
+        lines = advice(select("gdn_in_proj_conv+gdn_in_proj"), kernels)
+        assert len(lines) == 2
+        for line in lines:
+            assert any(label in line.partition(": ")[2] for label in LABELS)
+    stock, fused = (advice(select("gdn_in_proj_conv"), kernels)[0] for kernels in ("stock", "fused"))
+    assert "gdn_norm_out saves more for less step time" in stock
+    assert "gdn_conv+gdn_norm_out+layernorm saves more for less step time" in fused
 
 
 def test_the_union_of_two_modes() -> None:

@@ -234,3 +234,15 @@ def test_a_forward_hook_that_comes_or_goes_between_forward_and_backward_refuses_
     model.zero_grad()
     model(**tiny_batch(2, 33)).loss.backward()
     assert all(torch.equal(a, p.grad) for a, p in zip(got, model.parameters(), strict=True) if a is not None and p.grad is not None)
+
+
+def test_the_first_hook_of_a_process_counts_too() -> None:
+    """Hook ids start at 0, and sums of ids collide: which hooks there are is compared, not a sum."""
+    owner = Owner()
+    fn = RegionFn(name="r", call=lambda owner, x: x, modules=("linear",))
+    seen = {fn.versions(owner)}
+    for hooks in ({0: print}, {3: print, 4: print}, {7: print}, {0: print, 7: print}):
+        owner.linear._forward_hooks.clear()
+        owner.linear._forward_hooks.update(hooks)
+        seen.add(fn.versions(owner))
+    assert len(seen) == 5

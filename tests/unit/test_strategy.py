@@ -348,7 +348,7 @@ def test_setup_logs_blocks_plan_kernels_and_advice_once() -> None:
         "kernels on cpu: conv torch.causal_conv1d_fn, delta_rule torch.chunk_gated_delta_rule, norm_out torch.Qwen3_5RMSNormGated, "
         "core_attn torch.sdpa_attention_forward"
     ]
-    assert sum(line.startswith("gdn_in_proj_conv: gdn_conv+gdn_norm_out+layernorm saves more for less step time") for line in lines) == 1
+    assert sum(line.startswith("gdn_in_proj_conv: gdn_norm_out saves more for less step time") for line in lines) == 1
 
 
 def test_the_log_names_the_kernels_that_then_run() -> None:
