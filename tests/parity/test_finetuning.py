@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import peft
 import pytest
 import torch
 from torch import Tensor, nn
@@ -54,7 +55,6 @@ def test_lora_with_dropout(precision: str, training: bool) -> None:
 
 
 def peft_model(**targets: Any) -> nn.Module:
-    peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=4, lora_dropout=0.2, init_lora_weights=False, task_type="CAUSAL_LM", **targets)
     torch.manual_seed(0)
     return peft.get_peft_model(tiny_qwen3_5(), config).train()

@@ -6,6 +6,7 @@ import copy
 import logging
 from typing import Any
 
+import peft
 import pytest
 import torch
 from torch import nn
@@ -16,8 +17,6 @@ from lightning_gdn.inspection import inspect_model
 from tests.lightning_models import TinyModule, same_run, train
 from tests.models import tiny_batch, tiny_qwen3_5, tiny_qwen3_next
 from tests.parity.steps import PLANS, differences, step, unequal_plans
-
-peft = pytest.importorskip("peft")
 
 # Norms with frozen weights in front of frozen projections save next to nothing, which the first step says.
 pytestmark = pytest.mark.filterwarnings("ignore::lightning_gdn.apply.FreesNothingWarning")

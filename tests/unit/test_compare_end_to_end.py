@@ -17,7 +17,6 @@ from tests.unit.bench_support import tiny_recipe
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:wandb")
 def test_compare_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     recipe = str(tiny_recipe(tmp_path))
     out = tmp_path / "cmp"

@@ -403,8 +403,8 @@ class _CliModule(TinyModule):
 
 
 def _cli(monkeypatch: pytest.MonkeyPatch, *args: str) -> Any:
-    cli = pytest.importorskip("lightning.pytorch.cli")
-    pytest.importorskip("jsonargparse")
+    from lightning.pytorch import cli
+
     options = [f"--trainer.{name}={str(value).lower()}" for name, value in QUIET.items()]
     monkeypatch.setattr("sys.argv", ["train.py", "fit", "--trainer.max_steps=2", *options, *args])
     return cli.LightningCLI(_CliModule, _Data, save_config_callback=None)
