@@ -1,7 +1,7 @@
 """Qwen3.5-0.8B, random weights, AdamW, FLA's fused linear cross entropy: stock and fused kernels as separate rows, labels under each.
 
     python benchmarks/whole_model.py --seq 16384 --out record.json       # one CUDA GPU with flash-linear-attention
-    python benchmarks/whole_model.py --seq 4096 --arms stock:none,fused:none --losses 100 --out record.json
+    python benchmarks/whole_model.py --seq 16384 --arms "" --losses 100 --out record.json
 
 One model in one process; arms alternate over rounds. `--losses N` also trains N steps from the same weights on the same text with stock
 kernels (three times: its own run-to-run band) and with fused ones.
@@ -99,7 +99,7 @@ def main() -> None:
     args = parser.parse_args()
     trainee = Trainee(args.seq)
     start = {name: tensor.clone() for name, tensor in trainee.model.state_dict().items()} if args.losses else {}
-    arms = args.arms.split(",")
+    arms = [arm for arm in args.arms.split(",") if arm]
     rounds: dict[str, list[dict[str, float]]] = {arm: [] for arm in arms}
     for index in range(args.rounds):
         for arm in arms if index % 2 == 0 else arms[::-1]:

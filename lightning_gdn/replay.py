@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -20,19 +20,33 @@ __all__ = ["Region", "RegionFn", "RngState", "Slot", "in_replay", "is_parameter"
 
 _EDITED = "one of the variables needed for gradient computation has been modified by an inplace operation"
 _MODIFIED = _EDITED + ": {what} is at version {now}; expected version {then} instead (lightning_gdn tape). {hint}"
-thread_state = threading.local()
-"""`tape`: the tape of the running block; `replays`: depth of running replays. Backward runs in threads of its own on CUDA."""
+
+
+class _ThreadState(threading.local):
+    """What belongs to one thread. Backward runs in threads of its own on CUDA."""
+
+    tape: Any = None
+    """The tape of the running block."""
+    replays: int = 0
+    """Depth of running replays."""
+    ending: _Ending | None = None
+    """What the running backward drops at its end."""
+
+
+thread_state = _ThreadState()
 _current_graph_task_id = torch._C._current_graph_task_id
 # What `torch.autograd.graph.saved_tensors_hooks` and `torch.set_grad_enabled` call: a region opens both twice per step, and their
 # Python objects cost more host time than everything else that a cheap region needs.
 push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 _set_grad_enabled = torch._C._set_grad_enabled
+Meta = tuple[torch.Size, torch.dtype]
+"""What a replay has to bring back: shape and dtype."""
 
 
 def in_replay() -> bool:
     """True while a region is being replayed in backward. Module hooks inside a replayed region fire again; ask here to tell."""
-    return getattr(thread_state, "replays", 0) > 0
+    return thread_state.replays > 0
 
 
 class ReplayCounter(Protocol):
@@ -102,25 +116,44 @@ def _all_versions(module: nn.Module) -> int:
 
 
 class Slot:
-    """A saved tensor, or a region's input: the tensor, or a handle into a replay."""
+    """A saved tensor, or a region's input: the tensor, or a handle into a replay.
+
+    While its region runs, the slot of a saved tensor holds the tensor as it is; `stay` or one of the `point_` methods must follow, since
+    the raw tensor would keep its own graph alive.
+    """
 
     __slots__ = ("tensor", "version", "region", "inside", "index", "size", "stride", "offset")
 
     def __init__(self, tensor: Tensor) -> None:
-        self.tensor: Tensor | None = tensor.detach()  # never the raw tensor: it would keep its own graph alive
+        self.tensor: Tensor | None = tensor
         self.version = tensor._version
         self.region: Region | None = None
+
+    def meta(self) -> Meta:
+        """Shape and dtype."""
+        if self.tensor is not None:
+            return self.tensor.shape, self.tensor.dtype
+        assert self.region is not None  # a handle to an output: of that output's dtype
+        return self.size, self.region.made[self.index][1]
+
+    def stay(self) -> Slot:
+        """Hold the tensor until backward."""
+        tensor = self.tensor
+        assert tensor is not None
+        self.tensor = tensor.detach()
+        return self
 
     def point_inside(self, region: Region, position: int) -> None:
         """Become a handle to the tensor that the region saves at this position."""
         self.region, self.inside, self.index, self.tensor = region, True, position, None
 
-    def point_to_output(self, region: Region, index: int) -> None:
+    def point_to_output(self, region: Region, index: int) -> Slot:
         """Become a handle to a view of the region's output."""
         tensor = self.tensor
         assert tensor is not None
         self.region, self.inside, self.index, self.tensor = region, False, index, None
         self.size, self.stride, self.offset = tensor.shape, tensor.stride(), tensor.storage_offset()
+        return self
 
     def resolve(self) -> Tensor:
         """The tensor, replayed if need be."""
@@ -150,7 +183,8 @@ class Region:
         "probe",
         "args",  # slots and constants; None once it is known that nothing will be replayed
         "grads",  # requires_grad per argument
-        "expect",  # per saved position: shape and dtype, None for a parameter
+        "expect",  # per saved position: shape and dtype, None for a parameter; empty if no handle points inside
+        "made",  # output -> shape and dtype, of those that handles may point to
         "versions",  # of the parameters, summed
         "rng",
         "inside_need",  # saved positions that handles point to
@@ -162,12 +196,21 @@ class Region:
         "__weakref__",
     )
 
-    def __init__(self, fn: RegionFn, owner: nn.Module, autocast: tuple[str, bool, torch.dtype, torch.dtype], probe: ReplayCounter | None) -> None:
+    def __init__(
+        self,
+        fn: RegionFn,
+        owner: nn.Module,
+        autocast: tuple[str, bool, torch.dtype, torch.dtype],
+        probe: ReplayCounter | None,
+        args: list[Any],
+        grads: list[bool],
+    ) -> None:
         self.fn, self.owner, self.autocast, self.probe = fn, owner, autocast, probe
-        self.args: list[Any] | None = None
-        self.grads: list[bool] = []
-        self.expect: list[tuple[torch.Size, torch.dtype] | None] = []
-        self.versions = 0
+        self.args: list[Any] | None = args
+        self.grads = grads
+        self.expect: list[Meta | None] = []
+        self.made: dict[int, Meta] = {}
+        self.versions = fn.versions(owner)
         self.rng: RngState | None = None
         self.inside_need: set[int] = set()
         self.out_need: dict[int, int] = {}
@@ -178,12 +221,15 @@ class Region:
         """Whether any handle points here."""
         return bool(self.inside_need or self.out_need)
 
-    def count(self, slot: Slot) -> None:
-        """A handle into this region exists and will be served."""
-        if slot.inside:
-            self.inside_need.add(slot.index)
-        else:
-            self.out_need[slot.index] = self.out_need.get(slot.index, 0) + 1
+    def count(self, index: int) -> None:
+        """One more handle to this output exists and will be served."""
+        need = self.out_need
+        need[index] = need.get(index, 0) + 1
+
+    def watch(self, expect: list[Meta | None], inside: Iterable[int]) -> None:
+        """A replay is to compare what it saves, position by position; handles point to the positions `inside`."""
+        self.expect = expect
+        self.inside_need.update(inside)
 
     def serve(self, slot: Slot) -> Tensor:
         """What a handle stands for. The first handle of a backward replays the region; a tensor goes with its last handle."""
@@ -204,13 +250,12 @@ class Region:
 
     def _replay(self) -> None:
         """Run the region again from its inputs and keep what handles point to."""
-        args = self.args
+        fn, args = self.fn, self.args
         if args is None:
-            raise RuntimeError(f"region {self.fn.name!r}: nothing is left to replay from (lightning_gdn tape; please report this)")
-        now = self.fn.versions(self.owner)
-        if now != self.versions:
+            raise RuntimeError(f"region {fn.name!r}: nothing is left to replay from (lightning_gdn tape; please report this)")
+        if fn.versions(self.owner) != self.versions:
             hint = (
-                f"A parameter or buffer of region {self.fn.name!r} was edited in place in or after the forward, or swapped "
+                f"A parameter or buffer of region {fn.name!r} was edited in place in or after the forward, or swapped "
                 "(torch.func.functional_call), or a forward hook of its modules came or went; the region cannot be replayed."
             )
             raise RuntimeError(f"{_EDITED} (lightning_gdn tape). {hint}")
@@ -218,12 +263,31 @@ class Region:
         for arg, requires in zip(args, self.grads, strict=True):
             if type(arg) is Slot:
                 value = arg.resolve().detach()
-                inputs.append(value.requires_grad_(True) if requires else value)
+                inputs.append(value.requires_grad_() if requires else value)
             else:
                 inputs.append(arg)
-        wanted = self.inside_need
-        got: list[tuple[torch.Size, torch.dtype] | None] = []
-        saved: dict[int, Tensor] = {}
+        if self.probe is not None:
+            self.probe.replayed(fn.name)
+        # Where no handle points inside and every module is a known one, which outputs come out is all there is to check.
+        watched = bool(self.inside_need) or self.rng is not None
+        result = self._in_forward_state(self._watched if watched else self._plain, inputs)
+        outs = result if isinstance(result, tuple) else (result,)
+        found: dict[int, Tensor] = {}
+        for index in self.out_need:
+            out = found[index] = outs[index].detach()
+            if (out.shape, out.dtype) != self.made[index]:
+                raise _replay_mismatch(fn.name, f"output {index} is {_meta(out)}, in the forward it was {self.made[index]}")
+        self.outs, self.out_left = found, dict(self.out_need)
+
+    def _plain(self, inputs: list[Any]) -> Any:
+        self.saved: dict[int, Tensor] = {}
+        return self.fn.call(self.owner, *inputs)
+
+    def _watched(self, inputs: list[Any]) -> Any:
+        """Compare what the replay saves with what the forward saved, position by position, and keep what handles point to."""
+        wanted, expect = self.inside_need, self.expect
+        got: list[Meta | None] = []
+        saved = self.saved = {}
 
         def pack(tensor: Tensor) -> None:
             if is_parameter(tensor):
@@ -234,22 +298,21 @@ class Region:
             if position in wanted:
                 saved[position] = tensor.detach()
 
-        if self.probe is not None:
-            self.probe.replayed(self.fn.name)
-        result = self._run(inputs, pack)
-        if got != self.expect:
-            raise _replay_mismatch(self.fn.name, self.expect, got)
-        outs = result if isinstance(result, tuple) else (result,)
-        self.outs = {index: outs[index].detach() for index in self.out_need}
-        self.out_left = dict(self.out_need)
-        self.saved = saved
+        push_hooks(pack, _never_unpacked)
+        try:
+            result = self.fn.call(self.owner, *inputs)
+        finally:
+            pop_hooks()
+        if got != expect:
+            raise _replay_mismatch(self.fn.name, _first_difference(expect, got))
+        return result
 
-    def _run(self, inputs: list[Any], pack: Callable[[Tensor], None]) -> Any:
-        """Call the region in the state of the forward: grad on, autocast as it was, its random state, no tape. All put back afterwards."""
+    def _in_forward_state(self, run: Callable[[list[Any]], Any], inputs: list[Any]) -> Any:
+        """Grad on, autocast as it was, the region's random state, no tape. All put back afterwards."""
         device_type, enabled, dtype, default = self.autocast
         default_now = torch.get_default_dtype()
         state, rng = thread_state, self.rng
-        tape, depth = getattr(state, "tape", None), getattr(state, "replays", 0)
+        tape, depth = state.tape, state.replays
         before = RngState(rng.device) if rng is not None else None
         grad = torch.is_grad_enabled()
         try:
@@ -260,10 +323,10 @@ class Region:
             if rng is not None:
                 rng.restore()
             if not enabled and not torch.is_autocast_enabled(device_type):
-                return self._hooked(inputs, pack)
+                return run(inputs)
             # No cache: a cast made here must not outlive the replay, nor be one that another step filled.
             with torch.autocast(device_type, enabled=enabled, dtype=dtype, cache_enabled=False):
-                return self._hooked(inputs, pack)
+                return run(inputs)
         finally:
             _set_grad_enabled(grad)
             if default != default_now:
@@ -271,13 +334,6 @@ class Region:
             if before is not None:
                 before.restore()
             state.tape, state.replays = tape, depth
-
-    def _hooked(self, inputs: list[Any], pack: Callable[[Tensor], None]) -> Any:
-        push_hooks(pack, _never_unpacked)
-        try:
-            return self.fn.call(self.owner, *inputs)
-        finally:
-            pop_hooks()
 
 
 class _Ending:
@@ -292,14 +348,14 @@ class _Ending:
             region = reference()
             if region is not None:
                 region.outs, region.saved = {}, {}
-        if getattr(thread_state, "ending", None) is self:
+        if thread_state.ending is self:
             thread_state.ending = None
 
 
 def _drop_at_end(region: Region, task: int) -> None:
     if task < 0:  # unpacked outside a backward
         return
-    ending = getattr(thread_state, "ending", None)
+    ending = thread_state.ending
     if ending is None or ending.task != task:
         ending = thread_state.ending = _Ending(task)
         torch.autograd.Variable._execution_engine.queue_callback(ending)
@@ -310,12 +366,18 @@ def _never_unpacked(packed: None) -> Tensor:
     raise RuntimeError("the graph of a replay is never differentiated (lightning_gdn tape; please report this)")
 
 
-def _replay_mismatch(name: str, expect: list[Any], got: list[Any]) -> RuntimeError:
+def _meta(tensor: Tensor) -> Meta:
+    return tensor.shape, tensor.dtype
+
+
+def _first_difference(expect: list[Meta | None], got: list[Meta | None]) -> str:
     if len(expect) != len(got):
-        what = f"it saved {len(got)} tensors for backward, the forward had saved {len(expect)}"
-    else:
-        position = next(i for i, (a, b) in enumerate(zip(expect, got, strict=True)) if a != b)
-        what = f"saved tensor {position} is {got[position] or 'a parameter'}, in the forward it was {expect[position] or 'a parameter'}"
+        return f"it saved {len(got)} tensors for backward, the forward had saved {len(expect)}"
+    position = next(i for i, (a, b) in enumerate(zip(expect, got, strict=True)) if a != b)
+    return f"saved tensor {position} is {got[position] or 'a parameter'}, in the forward it was {expect[position] or 'a parameter'}"
+
+
+def _replay_mismatch(name: str, what: str) -> RuntimeError:
     return RuntimeError(
         f"region {name!r}: the replay did not do what the forward did: {what}. Something the region depends on changed between forward and "
         "backward: a module swapped or switched between train and eval, a forward hook removed (some adapters set one for the forward only), "
@@ -342,10 +404,7 @@ class RngState:
 def is_parameter(tensor: Tensor) -> bool:
     """A parameter or a view of one (`weight.t()`, `conv1d.weight.squeeze(1)`)."""
     kind = type(tensor)  # exact types first: isinstance against Parameter runs a Python-level metaclass
-    if kind is nn.Parameter or (kind is not Tensor and isinstance(tensor, nn.Parameter)):
-        return True
-    base = tensor._base
-    if base is None:
-        return False
-    kind = type(base)
-    return kind is nn.Parameter or (kind is not Tensor and isinstance(base, nn.Parameter))
+    if kind is Tensor:
+        base = tensor._base
+        return base is not None and is_parameter(base)
+    return kind is nn.Parameter or isinstance(tensor, nn.Parameter) or (tensor._base is not None and is_parameter(tensor._base))

@@ -14,7 +14,8 @@ import inspect
 import subprocess
 import time
 from abc import ABCMeta
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
@@ -95,6 +96,26 @@ class GDNRecomputeDDP(_PlanMixin, DDPStrategy):
     """What a `GDNRecomputeStrategy` becomes on several devices or nodes: Lightning's DDP, each rank under the same plan."""
 
     strategy_name = "gdn"
+    _graph_is_known = False
+
+    def setup(self, trainer: Trainer) -> None:
+        """See `_PlanMixin.setup`."""
+        self._graph_is_known = False  # the model is wrapped anew
+        super().setup(trainer)
+
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None]:
+        """As DDP, except that `static_graph=True` works with gradient accumulation.
+
+        PyTorch's reducer fails an internal assertion if its first iteration is under `no_sync()`, so the first micro-batch of a static
+        graph is reduced at once: one all-reduce more, the same mean.
+        """
+        if self._ddp_kwargs.get("static_graph") and not self._graph_is_known:
+            self._graph_is_known = True
+            yield
+            return
+        with super().block_backward_sync():
+            yield
 
     def _agree(self, plan: Plan | None, error: Exception | None) -> None:
         """Compare the plans of all ranks, after which all of them go on or all of them raise.

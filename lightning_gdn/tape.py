@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from .regions import Mode
-from .replay import Region, RegionFn, ReplayCounter, RngState, Slot, in_replay, is_parameter, modified, pop_hooks, push_hooks, thread_state
+from .replay import Meta, Region, RegionFn, ReplayCounter, RngState, Slot, in_replay, is_parameter, modified, pop_hooks, push_hooks, thread_state
 
 __all__ = ["MIN_INTERNAL_BYTES", "Carry", "RegionFn", "Tape", "active_tape", "in_replay"]
 
@@ -31,7 +31,8 @@ MIN_INTERNAL_BYTES = 512
 
 def active_tape() -> Tape | None:
     """The tape of the block whose forward is running in this thread, or None."""
-    return getattr(thread_state, "tape", None)
+    tape: Tape | None = thread_state.tape
+    return tape
 
 
 class Probe(ReplayCounter, Protocol):
@@ -59,22 +60,22 @@ def _storage_key(tensor: Tensor) -> int | None:
 
 
 class _Output:
-    """A registered output. The weak reference pins the storage's address, not its memory."""
+    """A registered output. Whoever holds it by its storage's address pins that address, not its memory (`_pin`)."""
 
-    __slots__ = ("region", "index", "dtype", "version", "pin")
+    __slots__ = ("region", "index", "dtype", "version")
 
     def __init__(self, region: Region, index: int, tensor: Tensor) -> None:
         self.region, self.index, self.dtype, self.version = region, index, tensor.dtype, tensor._version
-        self.pin = StorageWeakRef(tensor.untyped_storage())
 
 
 class Carry:
     """A block's output that the next block of a chunk may treat as recomputable."""
 
-    __slots__ = ("key", "output")
+    __slots__ = ("key", "output", "pin")
 
-    def __init__(self, key: int, output: _Output) -> None:
-        self.key, self.output = key, output
+    def __init__(self, tensor: Tensor, output: _Output) -> None:
+        self.pin = StorageWeakRef(tensor.untyped_storage())
+        self.key, self.output = tensor.untyped_storage()._cdata, output
 
 
 class Tape:
@@ -99,7 +100,9 @@ class Tape:
         self._autocast: tuple[str, bool, torch.dtype, torch.dtype] | None = None
         self._registry: dict[int, _Output] = {} if carry is None else {carry.key: carry.output}
         self._regions: list[Region] = []
-        self._slots: list[Slot | None] | None = None  # saved positions of the region that is being recomputed; None outside one
+        self._pins: list[int] = []  # weak references to the storages of registered outputs; what StorageWeakRef does, without an object each
+        self._slots: list[_Saved] | None = None  # saved positions of the region that is being recomputed; None outside one
+        self._inputs: set[int | None] = set()  # storages of its arguments
         self._hold: Region | None = None
         self._name = ""
 
@@ -121,14 +124,16 @@ class Tape:
             assert region.args is not None
             for arg in region.args:
                 if type(arg) is Slot and arg.region is not None:
-                    arg.region.count(arg)
+                    arg.region.count(arg.index)
         if self._probe is not None:
             if failed:
                 self._probe.abandon()
             else:
                 self._probe.finish(self._regions)
         self._registry.clear()
-        self._regions = []
+        for pin in self._pins:
+            torch.UntypedStorage._free_weak_ref(pin)
+        self._pins, self._regions = [], []
         self._hold = self._outer = self._probe = None
 
     def run(self, fn: RegionFn, owner: nn.Module, *args: Any) -> Any:
@@ -137,7 +142,9 @@ class Tape:
             return fn.call(owner, *args)
         mode = self._modes.get(fn.name, Mode.KEEP)
         if self._probe is None:
-            return self._keep(fn, owner, args) if mode is Mode.KEEP else self._recompute(fn, owner, args, mode)
+            if mode is not Mode.KEEP:
+                return self._recompute(fn, owner, args, mode)
+            return self._keep(fn, owner, args) if self._registry else fn.call(owner, *args)
         self._probe.called(fn.name)
         outer, self._name = self._name, fn.name
         try:
@@ -152,18 +159,17 @@ class Tape:
         if key is None or entry is None or entry.version != output._version:
             return None
         self._hold = entry.region
-        return Carry(key, entry)
+        return Carry(output, entry)
 
     def _keep(self, fn: RegionFn, owner: nn.Module, args: tuple[Any, ...]) -> Any:
         registry = self._registry
-        if registry:
-            for arg in args:
-                if isinstance(arg, Tensor) and _storage_key(arg) in registry:
-                    push_hooks(self._pack_kept, _unpack)
-                    try:
-                        return fn.call(owner, *args)
-                    finally:
-                        pop_hooks()
+        for arg in args:
+            if isinstance(arg, Tensor) and _storage_key(arg) in registry:
+                push_hooks(self._pack_kept, _unpack)
+                try:
+                    return fn.call(owner, *args)
+                finally:
+                    pop_hooks()
         return fn.call(owner, *args)
 
     def _recompute(self, fn: RegionFn, owner: nn.Module, args: tuple[Any, ...], mode: Mode) -> Any:
@@ -171,112 +177,138 @@ class Tape:
         if autocast is None:
             kind = self._device.type
             autocast = self._autocast = (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), torch.get_default_dtype())
-        region = Region(fn, owner, autocast, self._probe)
+        region = self._take_inputs(Region(fn, owner, autocast, self._probe, [], []), args)
         self._regions.append(region)
-        inputs = self._take_inputs(region, args)
-        region.versions = fn.versions(owner)
         if fn.can_draw(owner):
             region.rng = RngState(self._device)
-        slots = self._slots = []
+        slots: list[_Saved] = []
+        self._slots = slots
         push_hooks(self._pack_inside, _unpack)
         try:
             result = fn.call(owner, *args)
+        except BaseException:
+            for slot in slots:  # what they hold would hold them
+                if type(slot) is Slot:
+                    slot.tensor = None
+            raise
         finally:
             pop_hooks()
             self._slots = None
-        self._sweep(region, mode, slots, inputs, result if isinstance(result, tuple) else (result,))
+        self._sweep(region, mode, slots, result if isinstance(result, tuple) else (result,))
         return result
 
-    def _take_inputs(self, region: Region, args: tuple[Any, ...]) -> set[int | None]:
+    def _take_inputs(self, region: Region, args: tuple[Any, ...]) -> Region:
         keys: set[int | None] = set()
-        taken: list[Any] = []
-        grads = region.grads
+        taken, grads, registry = region.args, region.grads, self._registry
+        assert taken is not None
         for arg in args:
             if isinstance(arg, Tensor) and not is_parameter(arg):
                 key = _storage_key(arg)
                 keys.add(key)
                 slot = Slot(arg)
-                self._link(slot, arg, key)
-                taken.append(slot)
+                taken.append(slot if key in registry and self._link(slot, arg, key, saved=False) else slot.stay())
                 grads.append(arg.requires_grad)
             else:
                 taken.append(arg)
                 grads.append(False)
-        region.args = taken
-        return keys
+        self._inputs = keys
+        return region
 
-    def _link(self, slot: Slot, tensor: Tensor, key: int | None) -> bool:
-        """Make the slot a handle if it aliases a registered output that is still as its region left it."""
+    def _link(self, slot: Slot, tensor: Tensor, key: int | None, *, saved: bool) -> bool:
+        """Make the slot a handle if it aliases a registered output that is still as its region left it. A saved tensor's will be served."""
         entry = self._registry.get(key) if key is not None else None
         if entry is None or entry.dtype != tensor.dtype or entry.version != tensor._version:
             return False
         slot.point_to_output(entry.region, entry.index)
+        if saved:
+            entry.region.count(entry.index)
         return True
 
     def _pack_kept(self, tensor: Tensor) -> object:
         """Saved in a region that is kept, or (in an instrumented step) between regions."""
         if is_parameter(tensor):
             return _with_version(tensor)
-        packed: object
-        slot = Slot(tensor)
-        if self._registry and self._link(slot, tensor, _storage_key(tensor)):
-            assert slot.region is not None
-            slot.region.count(slot)
-            packed = slot
-        else:
-            packed = (slot.tensor, slot.version)
+        packed: object = None
+        if _storage_key(tensor) in self._registry:
+            slot = Slot(tensor)
+            if self._link(slot, tensor, _storage_key(tensor), saved=True):
+                packed = slot
+        if packed is None:
+            packed = (tensor.detach(), tensor._version)
         if self._probe is not None:
             self._probe.saved(self._name, tensor, packed)
         return packed
 
     def _pack_inside(self, tensor: Tensor) -> object:
-        """Saved in a region that is recomputed; what becomes of it is decided in `_sweep`."""
+        """Saved in a region that is recomputed; what becomes of a slot is decided in `_sweep`."""
         slots = self._slots
         assert slots is not None
         if is_parameter(tensor):
             slots.append(None)
             return _with_version(tensor)
-        slot = Slot(tensor)
-        slots.append(slot)
+        key = _storage_key(tensor)
+        packed: Slot | tuple[Tensor, int]
+        if key in self._inputs and key not in self._registry:
+            packed = (tensor.detach(), tensor._version)  # an input stays what it is
+        else:
+            packed = Slot(tensor)
+        slots.append(packed)
         if self._probe is not None:
-            self._probe.saved(self._name, tensor, slot)
-        return slot
+            self._probe.saved(self._name, tensor, packed)
+        return packed
 
-    def _sweep(self, region: Region, mode: Mode, slots: list[Slot | None], inputs: set[int | None], outs: tuple[Any, ...]) -> None:
+    def _sweep(self, region: Region, mode: Mode, slots: list[_Saved], outs: tuple[Any, ...]) -> None:
         """Turn what the region saved into handles, and register its outputs. `slots` must die here: slot -> region -> slot is a cycle."""
         registered: dict[int, _Output] = {}
+        inputs, registry, gone = self._inputs, self._registry, mode is Mode.RECOMPUTE
         for index, out in enumerate(outs):
             if isinstance(out, Tensor):
                 key = _storage_key(out)
                 if key is not None and key not in inputs and key not in registered:
                     registered[key] = _Output(region, index, out)
-        expect, registry, gone = region.expect, self._registry, mode is Mode.RECOMPUTE
+                    if gone:
+                        region.made[index] = (out.shape, out.dtype)
+                        self._pins.append(out.untyped_storage()._weak_ref())  # type: ignore[arg-type]  # an int, whatever the stub says
+        inside: list[int] = []
         for position, slot in enumerate(slots):
-            if slot is None:
-                expect.append(None)
+            if type(slot) is not Slot:
                 continue
             tensor = slot.tensor
             assert tensor is not None
-            expect.append((tensor.shape, tensor.dtype))
-            try:
-                storage = tensor.untyped_storage()
-            except (NotImplementedError, RuntimeError):  # sparse and the like
+            key = _storage_key(tensor)
+            if key in registry and self._link(slot, tensor, key, saved=True):
                 continue
-            key = storage._cdata
-            if registry and self._link(slot, tensor, key):
-                assert slot.region is not None
-                slot.region.count(slot)
-            elif key in inputs:
-                continue
+            if key is None or key in inputs:
+                slot.stay()
             elif (entry := registered.get(key)) is None:
-                if storage.nbytes() >= MIN_INTERNAL_BYTES:
-                    slot.point_inside(region, position)
-                    region.inside_need.add(position)
+                if tensor.untyped_storage().nbytes() >= MIN_INTERNAL_BYTES:
+                    inside.append(position)
+                else:
+                    slot.stay()
             elif gone and entry.dtype == tensor.dtype and entry.version == tensor._version:
                 slot.point_to_output(region, entry.index)
-                region.count(slot)
+                region.count(entry.index)
+            else:
+                slot.stay()
+        if inside or region.rng is not None:
+            region.watch([_meta_of(slot) for slot in slots], inside)
+        for position in inside:
+            slot = slots[position]
+            assert type(slot) is Slot
+            slot.point_inside(region, position)
         if gone:
             registry.update(registered)
+
+
+_Saved = Slot | tuple[Tensor, int] | None
+"""A saved position of a region under recompute: a slot, a tensor that stays with its version, or a parameter."""
+
+
+def _meta_of(saved: _Saved) -> Meta | None:
+    """Shape and dtype that a replay has to bring back at this position; None for a parameter."""
+    if isinstance(saved, Slot):
+        return saved.meta()
+    return None if saved is None else (saved[0].shape, saved[0].dtype)
 
 
 def _with_version(parameter: Tensor) -> tuple[Tensor, int]:

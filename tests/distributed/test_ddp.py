@@ -63,6 +63,10 @@ def test_h16_options_of_ddp_pass_through_and_gradients_stay_bit_equal(results: l
     both(results, case)
 
 
+def test_h16_a_static_graph_works_with_accumulation_where_plain_ddp_fails(results: list[dict[str, Any]]) -> None:
+    assert both(results, "static graph with accumulation") == ([True], [True])
+
+
 def test_h16_an_unused_tower_without_the_flag_is_ddps_own_error(results: list[dict[str, Any]]) -> None:
     both(results, "unused without the flag")
 

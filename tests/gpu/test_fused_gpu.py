@@ -67,7 +67,6 @@ def run(model: Any, ids: Tensor) -> list[Tensor]:
     return [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
 
 
-@pytest.mark.never_run_on_a_gpu
 @pytest.mark.parametrize("build", [tiny_qwen3_5, tiny_qwen3_next], ids=["qwen3_5", "qwen3_next"])
 @pytest.mark.parametrize("kernels", ["stock", "fused"])
 def test_plans_are_bit_equal_under_one_setting(build: Any, kernels: str) -> None:
@@ -85,7 +84,6 @@ def test_plans_are_bit_equal_under_one_setting(build: Any, kernels: str) -> None
         assert (applied.kernels["norm_out"] == "fla.rms_norm_gated") == (kernels == "fused")
 
 
-@pytest.mark.never_run_on_a_gpu
 def test_fused_model_is_close_to_stock() -> None:
     model = tiny_qwen3_5(dtype=torch.bfloat16, **GPU_DIMS).cuda()
     ids = torch.randint(0, 256, (2, 200), device="cuda", generator=torch.Generator("cuda").manual_seed(0))
@@ -99,7 +97,6 @@ def test_fused_model_is_close_to_stock() -> None:
     assert abs(got[0] - wide[0]) <= 2 * BF16_ULP * wide[0]
 
 
-@pytest.mark.never_run_on_a_gpu
 def test_stack_is_bit_equal_under_every_label() -> None:
     torch.manual_seed(0)
     stack = GDNStack(num_layers=4, hidden_size=512, num_k_heads=2, num_v_heads=4).cuda().to(torch.bfloat16)
@@ -117,7 +114,6 @@ def test_stack_is_bit_equal_under_every_label() -> None:
         assert applied.kernels["conv"] == "fla.causal_conv1d"
 
 
-@pytest.mark.never_run_on_a_gpu
 def test_one_device_run_makes_no_buckets() -> None:
     """Under the strategy a single-device run allocates what a plain one does."""
     import lightning.pytorch as L

@@ -11,7 +11,7 @@ from lightning_gdn.bench.labels_table import predict
 from lightning_gdn.bench.module import BenchModule, make_module
 from lightning_gdn.bench.recipes import load
 
-pytestmark = [pytest.mark.gpu, pytest.mark.never_run_on_a_gpu]
+pytestmark = pytest.mark.gpu
 
 STACK = (
     "model.hidden_size=256 model.num_hidden_layers=3 model.linear_num_key_heads=2 model.linear_num_value_heads=4 data.seq_len=512 "
