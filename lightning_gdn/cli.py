@@ -135,9 +135,9 @@ def _compare(argv: Sequence[str]) -> int:
     loaded = load(given.recipe, overrides)
     if "TORCHELASTIC_RUN_ID" in os.environ:
         raise UserError("compare starts the processes of every arm itself, also several (trainer.devices); run it without torchrun")
-    from .bench.compare import check_runnable, compare, new_folder, prepare, split_arms
+    from .bench.compare import check_runnable, compare, expand, new_folder, prepare, split_arms
 
-    arms = split_arms(given.arms) if given.arms is not None else prepare(loaded.recipe.compare.arms)
+    arms = expand(loaded, split_arms(given.arms) if given.arms is not None else prepare(loaded.recipe.compare.arms))
     loaded = replace(
         loaded,
         recipe=replace(loaded.recipe, compare=replace(loaded.recipe.compare, arms=arms)),

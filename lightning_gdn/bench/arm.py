@@ -23,8 +23,8 @@ from torch import nn
 
 from ..apply import instrument
 from ..callbacks import MemoryMonitor
-from ..labels import parse_arm
 from ..strategies import GDNRecomputeStrategy
+from .arms import Rival, parse
 from .data import Text, make_loaders, read_text
 from .environment import collect
 from .errors import UserError
@@ -33,6 +33,7 @@ from .module import BenchModule, fused_loss_problem, make_module, meta_model
 from .ranks import RankNotes, merge, started_rank
 from .recipes import load
 from .records import SCHEMA, write_json
+from .rivals import RivalCallback, without_a_trace
 from .schema import Recipe
 
 __all__ = ["ControlProbe", "check_device", "main", "run_arm"]
@@ -75,23 +76,13 @@ class ControlProbe(L.Callback):
         self.kernels: dict[str, str] = {}
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        device = pl_module.device
-        batch = self.batch.to(device)
-        gpus = [device.index or 0] if device.type == "cuda" else []
-        buffers = {name: buffer.clone() for name, buffer in pl_module.named_buffers()}
-        with torch.random.fork_rng(devices=gpus):
+        batch = self.batch.to(pl_module.device)
+        with without_a_trace(pl_module, pl_module.device):
             with instrument(pl_module) as ledger, trainer.precision_plugin.train_step_context():
                 loss = pl_module(batch)
             loss.backward()
+            del loss
         self.ledger, self.kernels = ledger.as_dict(), dict(ledger.kernels)
-        for parameter in pl_module.parameters():
-            parameter.grad = None
-        with torch.no_grad():
-            for name, buffer in pl_module.named_buffers():
-                buffer.copy_(buffers[name])
-        del loss
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
 
 
 class _Progress(L.Callback):
@@ -145,7 +136,7 @@ def run_arm(
         "recipe": {**saved, "plan": {**saved["plan"], "arm": arm}},
     }
     module = make_module(recipe)
-    monitor = probe = strategy = notes = None
+    monitor = probe = strategy = notes = rival = None
     try:
         text = text or read_text(recipe.data)
         record["text"] = text.as_dict()
@@ -153,8 +144,12 @@ def run_arm(
         monitor = _monitor(recipe, folder, interactive)
         notes = RankNotes(recipe, monitor)
         callbacks: list[L.Callback] = [notes, monitor]
-        control = parse_arm(arm).is_control
-        if control and recipe.plan.kernels == "stock":
+        chosen = parse(arm)
+        control = not isinstance(chosen, Rival) and chosen.is_control
+        if isinstance(chosen, Rival):
+            rival = RivalCallback(chosen, recipe.plan.kernels, next(iter(train)))  # under Lightning's own strategy, as the control
+            callbacks.append(rival)
+        elif control and recipe.plan.kernels == "stock":
             probe = ControlProbe(next(iter(train)))
             callbacks.append(probe)
         else:
@@ -169,7 +164,10 @@ def run_arm(
         record["status"] = "oom" if _is_oom(error) else "failed"
         record["error"] = _last_line(error)
         traceback.print_exc()
-    _describe(record, module, monitor, probe, strategy)
+    finally:
+        if rival is not None:
+            rival.undo()
+    _describe(record, module, monitor, rival or probe, strategy)
     parts = notes.gather(record) if notes else None
     if parts is not None:
         merge(record, parts)
@@ -214,16 +212,19 @@ def _trainer(recipe: Recipe, device: str, strategy: Any, callbacks: list[L.Callb
     )
 
 
-def _describe(record: dict[str, Any], module: BenchModule, monitor: Any, probe: ControlProbe | None, strategy: Any) -> None:
+def _describe(record: dict[str, Any], module: BenchModule, monitor: Any, probe: ControlProbe | RivalCallback | None, strategy: Any) -> None:
     """Fill in what was measured, as far as the run came."""
     applied = getattr(strategy, "last_applied", None)
-    ledger = probe.ledger if probe else (applied.ledger.as_dict() if applied else None)
+    rival = probe if isinstance(probe, RivalCallback) else None
+    ledger = probe.ledger if isinstance(probe, ControlProbe) else (applied.ledger.as_dict() if applied else None)
+    retained = rival.retained_bytes if rival else (ledger["retained_bytes"] if ledger else None)
     losses = [float(loss) for loss in module.losses] if record["status"] == "ok" else []
     on_cpu = record["environment"]["device"] == "cpu"
     record |= {
-        "plan": "none" if probe else (str(applied.plan) if applied else None),
+        "plan": rival.plan if rival else "none" if probe else (str(applied.plan) if applied else None),
+        "blocks": rival.blocks if rival else None,
         "kernels": dict(probe.kernels if probe else (applied.kernels if applied else {})),
-        "retained_bytes": ledger["retained_bytes"] if ledger else None,
+        "retained_bytes": retained,
         "ledger": ledger,
         "losses_hex": [loss.hex() for loss in losses],
         "loss_first": _finite(losses[0]) if losses else None,

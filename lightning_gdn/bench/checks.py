@@ -8,7 +8,7 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
-from ..labels import parse_arm
+from .arms import SWEEP, parse
 from .errors import UserError, nearest, one_line
 from .schema import CHOICES, POSITIVE, SECTIONS, TOP, Recipe
 
@@ -114,6 +114,8 @@ def _check_family(recipe: Recipe) -> None:
 def check_arm(arm: str, key: str) -> None:
     """Raise `UserError` unless `arm` follows the arm grammar and this version has its labels."""
     try:
-        parse_arm(arm)
+        parse(arm)
     except ValueError as error:
         raise UserError(f"{key}: {one_line(error)}") from None
+    if arm.strip() == SWEEP and key == "plan.arm":
+        raise UserError(f"{key}: {SWEEP} stands for several arms of a comparison; write one of them, for instance checkpoint:full")

@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from ..labels import parse_arm
+from .arms import Rival, check_rival, parse, sweep
 from .checks import check_arm
 from .data import Text, check_vocabulary, read_text
 from .errors import UserError
@@ -23,7 +23,7 @@ from .judge import CONTROL, judge
 from .recipes import Loaded, write_yaml
 from .records import SCHEMA, read_json, slug, write_json
 
-__all__ = ["check_runnable", "compare", "new_folder", "prepare", "schedule", "split_arms"]
+__all__ = ["check_runnable", "compare", "expand", "new_folder", "prepare", "schedule", "split_arms"]
 
 Launch = Callable[[Path, str, int, Path, Callable[[int, int], None]], int]
 """(recipe file, arm, round, record file, progress) -> exit code. The default starts a process; tests pass a stand-in."""
@@ -51,12 +51,26 @@ def prepare(arms: Sequence[str], *, key: str = "compare.arms") -> list[str]:
         check_arm(arm, key)
     seen: dict[tuple[Any, ...], str] = {}
     for arm in arms:
-        selection = parse_arm(arm)
-        first = seen.setdefault((frozenset(selection.labels), selection.full), arm)
+        chosen = parse(arm)
+        plan = (chosen.kind, frozenset(chosen.names), chosen.num_blocks) if isinstance(chosen, Rival) else (frozenset(chosen.labels), chosen.full)
+        first = seen.setdefault(plan, arm)
         if first is not arm:
             what = f"{arm!r} is given twice" if first == arm else f"{first!r} and {arm!r} are the same plan"
             raise UserError(f"{key}: {what}; rounds repeat every arm (compare.rounds)")
     return list(arms) if CONTROL in arms else [CONTROL, *arms]
+
+
+def expand(loaded: Loaded, arms: Sequence[str]) -> list[str]:
+    """Arms with `checkpoint:sweep` written out for the recipe's number of blocks.
+
+    Raises:
+        UserError: `model.path` is no model that transformers can read.
+    """
+    if not any(parse(arm) == Rival(kind="sweep") for arm in arms):
+        return list(arms)
+    from .module import block_kinds
+
+    return sweep([arm.strip() for arm in arms], len(block_kinds(loaded.recipe)))
 
 
 def schedule(arms: Sequence[str], rounds: int) -> list[tuple[int, str]]:
@@ -85,10 +99,15 @@ def check_runnable(loaded: Loaded, arms: Sequence[str]) -> Text:
 
     check_device(recipe)
     make_loaders(text, recipe)
-    layouts = inspect_model(meta_model(recipe)).layouts
+    model = meta_model(recipe)
+    layouts = inspect_model(model).layouts
     for arm in arms:
+        chosen = parse(arm)
         try:
-            Plan.from_labels(parse_arm(arm), layouts)
+            if isinstance(chosen, Rival):
+                check_rival(chosen, layouts, hugging_face=hasattr(model, "gradient_checkpointing_enable"))
+            else:
+                Plan.from_labels(chosen, layouts)
         except ValueError as error:
             raise UserError(f"arm {arm!r}: {error}") from None
     return text

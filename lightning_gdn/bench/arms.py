@@ -1,0 +1,171 @@
+"""The arms of a comparison: today's labels, and rivals, each by its own public means. Imports no torch.
+
+| arm | what runs |
+|---|---|
+| `none`, `gdn_conv+layernorm`, `full:block:6`, ... | the control and labels, as `labels.parse_arm` reads them |
+| `checkpoint:NAME+NAME...` | `torch.utils.checkpoint` over the regions of these labels, or over these regions; neighbours share one checkpoint |
+| `checkpoint:full`, `checkpoint:block:K` | `torch.utils.checkpoint` around every whole block, around the first K |
+| `checkpoint:sweep` | stands for `checkpoint:block:K` at a quarter, half and three quarters of the blocks, and `checkpoint:full` |
+| `hf_gradient_checkpointing` | `model.gradient_checkpointing_enable()` |
+| `selective_checkpoint` | `torch.utils.checkpoint` around every whole block, with a policy that saves attention and every second matmul |
+| `save_on_cpu` | `torch.autograd.graph.save_on_cpu(pin_memory=True)` around the model's forward |
+
+A rival stands alone: it cannot be joined with labels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..labels import LABELS, Selection, parse_arm
+from ..regions import REGIONS, BlockLayout
+from .errors import UserError, nearest
+
+__all__ = ["HF", "PARTS", "RIVALS", "SAVE_ON_CPU", "SELECTIVE", "SWEEP", "Rival", "check_rival", "is_rival", "parse", "sweep"]
+
+HF, SELECTIVE, SAVE_ON_CPU = "hf_gradient_checkpointing", "selective_checkpoint", "save_on_cpu"
+SWEEP = "checkpoint:sweep"
+_PREFIX = "checkpoint:"
+_BLOCKS, _REGIONS, _SWEEP = "blocks", "regions", "sweep"
+
+RIVALS: dict[str, str] = {
+    "checkpoint:NAME+NAME...": "torch.utils.checkpoint over the regions of labels, or over named regions; regions that follow each other share one",
+    "checkpoint:full": "torch.utils.checkpoint around every whole block",
+    "checkpoint:block:K": "torch.utils.checkpoint around the first K whole blocks",
+    SWEEP: "checkpoint:block:K at a quarter, half and three quarters of the blocks, and checkpoint:full",
+    HF: "model.gradient_checkpointing_enable() of transformers",
+    SELECTIVE: "torch.utils.checkpoint around every whole block; attention and every second matmul are saved",
+    SAVE_ON_CPU: "torch.autograd.graph.save_on_cpu(pin_memory=True) around the model's forward",
+}
+"""Form of each rival -> the public call behind it."""
+
+PARTS: tuple[tuple[str, ...], ...] = (
+    ("input_norm",),
+    ("in_proj", "conv", "prep", "gates", "delta_rule", "norm_out", "out_proj"),
+    ("qkv", "core_attn", "attn_out"),
+    ("mixer_residual", "post_norm"),
+    ("gate_up", "act", "down"),
+    ("ffn_residual",),
+)
+"""Regions that run one after the other in the forward of one module. A checkpoint does not reach from one module into another."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rival:
+    """One rival, before any model is known."""
+
+    kind: str
+    """`blocks`, `regions`, `sweep`, or the name of a rival that takes no argument."""
+    names: tuple[str, ...] = ()
+    """With `regions`: labels and regions as written."""
+    num_blocks: int | None = None
+    """With `blocks`: the first so many; None for all."""
+
+    def __str__(self) -> str:
+        if self.kind == _REGIONS:
+            return _PREFIX + "+".join(self.names)
+        if self.kind == _BLOCKS:
+            return _PREFIX + ("full" if self.num_blocks is None else f"block:{self.num_blocks}")
+        return SWEEP if self.kind == _SWEEP else self.kind
+
+    @property
+    def whole_blocks(self) -> bool:
+        """True for a point of the k-of-N line: a plain checkpoint around whole blocks."""
+        return self.kind == _BLOCKS
+
+    def groups(self, regions: Sequence[str]) -> tuple[tuple[str, ...], ...]:
+        """The checkpoints of one block that has these regions: each a row of regions that follow each other in one module."""
+        wanted = {region for name in self.names for region in _regions_of(name)}.intersection(regions)
+        found: list[tuple[str, ...]] = []
+        for part in PARTS:
+            row: list[str] = []
+            for region in (*part, ""):
+                if region in wanted:
+                    row.append(region)
+                elif row:
+                    found.append(tuple(row))
+                    row = []
+        return tuple(found)
+
+
+def _regions_of(name: str) -> tuple[str, ...]:
+    return (name,) if name in REGIONS else tuple(region for region, _ in LABELS[name].modes)
+
+
+def is_rival(arm: str) -> bool:
+    """Whether a checked arm is a rival."""
+    return isinstance(parse(arm), Rival)
+
+
+def parse(text: str) -> Selection | Rival:
+    """Read one arm of a comparison.
+
+    Raises:
+        UserError: neither a rival nor an arm of labels; names the nearest.
+        ValueError: as `labels.parse_arm`.
+    """
+    text = text.strip()
+    if text in (HF, SELECTIVE, SAVE_ON_CPU):
+        return Rival(kind=text)
+    if text.startswith(_PREFIX):
+        return _checkpoint(text, text.removeprefix(_PREFIX))
+    parts = [part.strip() for part in text.split("+")]
+    joined = next((part for part in parts if part.startswith(_PREFIX) or part in (HF, SELECTIVE, SAVE_ON_CPU)), None)
+    if joined:
+        raise UserError(f"{text!r}: the rival {joined!r} stands alone; write it as an arm of its own, separated by a comma")
+    close = nearest(text.partition(":")[0], (HF, SELECTIVE, SAVE_ON_CPU, "checkpoint"), cutoff=0.8)
+    if close:
+        hint = close if close != "checkpoint" else f"{_PREFIX}{text.partition(':')[2] or 'full'}"
+        raise UserError(f"unknown arm {text!r} (did you mean {hint!r}?). Rivals: {', '.join(RIVALS)}")
+    return parse_arm(text)
+
+
+def _checkpoint(text: str, rest: str) -> Rival:
+    if rest == "sweep":
+        return Rival(kind=_SWEEP)
+    if rest == "full":
+        return Rival(kind=_BLOCKS)
+    if rest == "block" or rest.startswith("block:"):
+        number = rest.removeprefix("block").removeprefix(":")
+        if not (number.isascii() and number.isdigit() and int(number) > 0):
+            raise UserError(f"{text!r}: expected the number of blocks, a positive integer, got {number!r}; for instance checkpoint:block:6")
+        return Rival(kind=_BLOCKS, num_blocks=int(number))
+    names = [name.strip() for name in rest.split("+")]
+    for name in names:
+        if name not in LABELS and name not in REGIONS:
+            known = [*LABELS, *REGIONS, "full", "block:K", "sweep"]
+            if name.split(":")[0] in ("full", "block", "sweep"):
+                raise UserError(f"{text!r}: {name!r} stands alone; write checkpoint:full, checkpoint:block:K or checkpoint:sweep")
+            close = nearest(name, known)
+            hint = f" (did you mean {_PREFIX}{close}?)" if close else ""
+            raise UserError(f"{text!r}: {name!r} is no label and no region{hint}. Valid after {_PREFIX} are {', '.join(known)}")
+    return Rival(kind=_REGIONS, names=tuple(dict.fromkeys(names)))
+
+
+def check_rival(rival: Rival, layouts: Sequence[BlockLayout], *, hugging_face: bool) -> None:
+    """Whether this model can run the rival.
+
+    Raises:
+        UserError: more blocks than the model has, a region that none of them has, or no Hugging Face model.
+    """
+    if rival.num_blocks is not None and rival.num_blocks > len(layouts):
+        raise UserError(f"{rival}: expected at most the number of blocks, got {rival.num_blocks}, the model has {len(layouts)}; write checkpoint:full")
+    if rival.kind == HF and not hugging_face:
+        raise UserError(f"{rival}: this model is none of transformers and has no gradient_checkpointing_enable(); write checkpoint:full")
+    present = dict.fromkeys(region for layout in layouts for region in layout.regions)
+    for name in rival.names:
+        if not present.keys() & set(_regions_of(name)):
+            close = nearest(name, present)
+            hint = f" (did you mean {_PREFIX}{close}?)" if close else ""
+            raise UserError(f"{rival}: none of the model's {len(layouts)} blocks has a region of {name!r}{hint}. Regions: {', '.join(present)}")
+
+
+def sweep(arms: Sequence[str], blocks: int) -> list[str]:
+    """`arms` with `checkpoint:sweep` written out for a model of so many blocks; what stands there already is not added again."""
+    if SWEEP not in arms:
+        return list(arms)
+    counts = sorted({max(1, round(blocks * quarters / 4)) for quarters in (1, 2, 3)} - {blocks})
+    points = [*(f"{_PREFIX}block:{count}" for count in counts), f"{_PREFIX}full"]
+    at = list(arms).index(SWEEP)
+    return [*arms[:at], *(point for point in points if point not in arms), *arms[at + 1 :]]
