@@ -157,7 +157,7 @@ def _compare(argv: Sequence[str]) -> int:
 
 def _show(loaded: Any, result: dict[str, Any], folder: Path) -> bool:
     """Table on the terminal; Markdown, picture and whatever the recipe's logger wants in the folder. False if W&B did not take it."""
-    from .bench.plot import draw
+    from .bench.plot import draw, draw_pareto
     from .bench.records import read_json
     from .bench.report import caption, markdown, terminal_table, write_csv
 
@@ -167,6 +167,7 @@ def _show(loaded: Any, result: dict[str, Any], folder: Path) -> bool:
         console.print(line, markup=False, highlight=False)
     (folder / "comparison.md").write_text(markdown(result), encoding="utf-8")
     draw(result, folder / "comparison.png")
+    pareto = ", pareto.png" if draw_pareto(result, folder / "pareto.png") else ""
     if loaded.recipe.logger == "csv":
         write_csv(result, folder / "comparison.csv")
     sent = True
@@ -182,7 +183,7 @@ def _show(loaded: Any, result: dict[str, Any], folder: Path) -> bool:
         except Exception as error:  # noqa: BLE001  whatever W&B's client raises, the comparison is done and stays
             sent = False
             print(f"lightning-gdn: W&B did not take the comparison: {type(error).__name__}: {error}", file=sys.stderr)
-    console.print(f"written to {folder}: comparison.json, comparison.md, comparison.png, arms/*/record.json", markup=False, highlight=False)
+    console.print(f"written to {folder}: comparison.json, comparison.md, comparison.png{pareto}, arms/*/record.json", markup=False, highlight=False)
     return sent
 
 

@@ -150,7 +150,9 @@ def check_rival(rival: Rival, layouts: Sequence[BlockLayout], *, hugging_face: b
         UserError: more blocks than the model has, a region that none of them has, or no Hugging Face model.
     """
     if rival.num_blocks is not None and rival.num_blocks > len(layouts):
-        raise UserError(f"{rival}: expected at most the number of blocks, got {rival.num_blocks}, the model has {len(layouts)}; write checkpoint:full")
+        raise UserError(
+            f"{rival}: expected at most the number of blocks, got {rival.num_blocks}, the model has {len(layouts)}; write checkpoint:full"
+        )
     if rival.kind == HF and not hugging_face:
         raise UserError(f"{rival}: this model is none of transformers and has no gradient_checkpointing_enable(); write checkpoint:full")
     present = dict.fromkeys(region for layout in layouts for region in layout.regions)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
+from .pareto import analyse
 from .records import SCHEMA, check_alike
 
 __all__ = ["COLUMNS", "CONTROL", "judge", "loss_difference"]
@@ -24,6 +25,9 @@ COLUMNS = (
     "step_delta_pct",
     "step_delta_pct_min",
     "step_delta_pct_max",
+    "saving_pct",
+    "line_ratio",
+    "dominated_by",
     "tokens_per_s",
     "loss_first",
     "loss_last",
@@ -33,7 +37,8 @@ COLUMNS = (
     "kernels",
     "error",
 )
-"""Columns of the table, the same in `comparison.json` and in W&B. Deltas are percent against the control of the same round."""
+"""Columns of the table, the same in `comparison.json` and in W&B. Deltas are percent against the control of the same round; `saving_pct`,
+`line_ratio` and `dominated_by` are those of `pareto`."""
 
 
 def judge(records: Sequence[Mapping[str, Any]], *, name: str, arms: Sequence[str]) -> dict[str, Any]:
@@ -47,6 +52,10 @@ def judge(records: Sequence[Mapping[str, Any]], *, name: str, arms: Sequence[str
     on_cpu = environment is not None and environment["device"] == "cpu"
     control = {r["round"]: r for r in records if r["arm"] == CONTROL}
     entries = [_arm(arm, [r for r in records if r["arm"] == arm], control) for arm in arms]
+    recipe = records[0]["recipe"] if records else None
+    pareto = analyse(entries, control=CONTROL, kernels=recipe["plan"]["kernels"] if recipe else None)
+    for entry, point in zip(entries, pareto["points"], strict=True):
+        entry |= {"saving_pct": point["saving_pct"], "line_ratio": point["ratio"], "dominated_by": point["dominated_by"]}
     hashes = {r["environment"].get("autotune_cache") for r in records if r.get("environment")}
     problems = []
     for entry in entries:
@@ -76,9 +85,10 @@ def judge(records: Sequence[Mapping[str, Any]], *, name: str, arms: Sequence[str
         "control": CONTROL,
         "rounds": max((r["round"] for r in records), default=-1) + 1,
         "environment": environment,
-        "recipe": records[0]["recipe"] if records else None,
+        "recipe": recipe,
         "text": next((r["text"] for r in records if r.get("text")), None),
         "arms": entries,
+        "pareto": pareto,
         "control_repeat": repeat,
         "notes": notes,
         "problems": problems,
@@ -113,8 +123,12 @@ def _arm(arm: str, records: Sequence[Mapping[str, Any]], control: Mapping[int, M
         "rounds": len(good),
         "plan": some.get("plan"),
         "kernels": some.get("kernels") or {},
+        "blocks": some.get("blocks"),
         "retained_bytes": _median([r.get("retained_bytes") for r in good], whole=True),
         "retained_delta_pct": _spread([_percent(a.get("retained_bytes"), b.get("retained_bytes")) for a, b in pairs]),
+        "retained_mib": _median([_allocator(r) for r in good]),
+        "retained_mib_delta_pct": _spread([_percent(_allocator(a), _allocator(b)) for a, b in pairs]),
+        "peak_rounds_mib": [_monitor(r, "peak_allocated_mib") for r in good],
         "peak_allocated_mib": _median([_monitor(r, "peak_allocated_mib") for r in good]),
         "peak_delta_pct": _spread([_percent(_monitor(a, "peak_allocated_mib"), _monitor(b, "peak_allocated_mib")) for a, b in pairs]),
         "step_ms": _spread([_step_ms(r) for r in good]),
@@ -199,6 +213,11 @@ def _monitor(record: Mapping[str, Any], key: str) -> float | None:
     if isinstance(value, Mapping):
         value = value["median"]
     return None if value is None else float(value)
+
+
+def _allocator(record: Mapping[str, Any]) -> float | None:
+    """MiB that the whole model holds after a forward, where the allocator was asked: other arms' ledgers cannot see it on a CPU."""
+    return _monitor(record, "retained_mib") if (record.get("monitor") or {}).get("retained_source") == "allocator" else None
 
 
 def _step_ms(record: Mapping[str, Any]) -> float | None:

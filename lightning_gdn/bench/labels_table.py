@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from ..labels import LABELS, OFFLOAD_LABELS, parse_arm
+from ..labels import LABELS, OFFLOAD_LABELS
 from ..regions import GDN, Mode
+from .arms import RIVALS, Rival, parse
 from .data import BYTES
 from .judge import CONTROL
 from .recipes import Loaded
@@ -35,7 +36,7 @@ class Prediction:
     """What a recipe's model will retain under each arm."""
 
     retained_bytes: dict[str, int]
-    """By arm: bytes that all blocks hold between forward and backward of one micro-batch [B, T]."""
+    """By arm: bytes that all blocks hold between forward and backward of one micro-batch [B, T]. Rivals are measured, not predicted."""
     inapplicable: dict[str, str]
     """Labels that no block of this model has a region for, with the reason."""
     tokens: int
@@ -46,8 +47,8 @@ class Prediction:
     """How the figures were obtained, where that limits them."""
 
 
-def known_labels() -> tuple[Table, Table]:
-    """Recompute labels and offload labels, without any model."""
+def known_labels() -> tuple[Table, Table, Table]:
+    """Recompute labels, offload labels and rivals, without any model."""
     from rich.table import Table
 
     recompute = Table(title="recompute labels", title_justify="left")
@@ -62,7 +63,12 @@ def known_labels() -> tuple[Table, Table]:
         offload.add_column(column, overflow="fold")
     for name, remark in OFFLOAD_LABELS.items():
         offload.add_row(name, remark)
-    return recompute, offload
+    rivals = Table(title="rivals: further arms of a comparison", title_justify="left")
+    for column in ("arm", "public means"):
+        rivals.add_column(column, overflow="fold")
+    for form, means in RIVALS.items():
+        rivals.add_row(form, means)
+    return recompute, offload, rivals
 
 
 def units(plan: Plan) -> list[Unit]:
@@ -176,8 +182,11 @@ def predict(loaded: Loaded, arms: Sequence[str]) -> Prediction:
     plans: dict[str, Plan] = {}
     inapplicable: dict[str, str] = {}
     for arm in dict.fromkeys([CONTROL, *LABELS, "full", *arms]):
+        chosen = parse(arm)
+        if isinstance(chosen, Rival):
+            continue
         try:
-            plans[arm] = Plan.from_labels(parse_arm(arm), layouts)
+            plans[arm] = Plan.from_labels(chosen, layouts)
         except ValueError as error:
             if arm not in LABELS or arm in arms:
                 raise
@@ -226,7 +235,10 @@ def model_tables(loaded: Loaded, prediction: Prediction, arms: Sequence[str]) ->
     for column in ("arm", "retained", "Δ"):
         table.add_column(column, justify="left" if column == "arm" else "right", overflow="fold")
     for arm in arms:
-        value = prediction.retained_bytes[arm]
+        value = prediction.retained_bytes.get(arm)
+        if value is None:
+            table.add_row(arm, "a rival: measured by compare, not predicted", "")
+            continue
         table.add_row(arm, f"{value:,} B ({value / 2**20:.2f} MiB)", f"{(value / base - 1) * 100:+.1f} %" if base else "n/a")
     kernels = ", ".join(f"{region} {kernel}" for region, kernel in prediction.kernels.items()) or "n/a"
     lines = [

@@ -1,4 +1,4 @@
-"""A comparison as a picture: what each arm retains, and how long its steps take."""
+"""A comparison as pictures: what each arm retains and how long its steps take, and saving against overhead."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from .report import kernels_line, title
 
-__all__ = ["draw", "subtitle"]
+__all__ = ["draw", "draw_pareto", "subtitle"]
 
 
 def subtitle(result: Mapping[str, Any]) -> str:
@@ -59,3 +59,48 @@ def _bar(axes: Any, row: int, value: float | None, spread: Any, delta: Any, entr
         end = max(value, spread["max"])
     change = "" if delta is None or colour == "tab:gray" else f" ({delta['median']:+.1f} %)"
     axes.text(end, row, f" {value:.1f} {unit}{change}", va="center", fontsize=8)
+
+
+MARKERS = {"control": "D", "label": "o", "rival": "s"}
+"""Shape by kind: to be told apart without colour."""
+
+
+def draw_pareto(result: Mapping[str, Any], path: Path) -> bool:
+    """Write saving against step-time overhead as PNG: labels round, rivals square, dominated ones hollow, the k-of-N line dashed.
+
+    Returns:
+        False, and writes nothing, if no arm beside the control has both figures.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    pareto = result["pareto"]
+    points = [point for point in pareto["points"] if point["saving_pct"] is not None]
+    if not any(point["kind"] != "control" for point in points):
+        return False
+    figure = Figure(figsize=(9, 6.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    axes.set_title("\n".join([*textwrap.wrap(title(result), 100), subtitle(result)]), fontsize=8)
+    if pareto["line"]:
+        xs, ys = ([point[key] for point in pareto["line"]] for key in ("saving_pct", "overhead_pct"))
+        axes.plot(xs, ys, color="black", linewidth=1.0, linestyle="--", label="torch.utils.checkpoint around k of N blocks", zorder=1)
+    seen: set[str] = set()
+    for point in points:
+        kind, hollow = point["kind"], point["dominated_by"] is not None
+        name = f"{kind}, dominated" if hollow else kind
+        colour = "black" if kind == "control" else "tab:blue" if kind == "label" else "tab:orange"
+        face = "white" if hollow else colour
+        at = ([point["saving_pct"]], [point["overhead_pct"]])
+        axes.scatter(*at, marker=MARKERS[kind], s=48, facecolor=face, edgecolor=colour, label=None if name in seen else name, zorder=2)
+        seen.add(name)
+        axes.annotate(point["arm"].replace("+", " + "), (at[0][0], at[1][0]), xytext=(6, 4), textcoords="offset points", fontsize=7)
+    what = "allocated peak" if pareto["axis"] == "peak" else "retained bytes (no peak is measured on this device)"
+    axes.set_xlabel(f"saved, percent of the control's {what}")
+    axes.set_ylabel("step-time overhead, percent of the control")
+    axes.axhline(0.0, color="lightgray", linewidth=0.8, zorder=0)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.margins(x=0.18, y=0.1)
+    axes.legend(fontsize=7, frameon=False)
+    figure.savefig(path, dpi=130, metadata={"Software": "lightning-gdn"})
+    return True

@@ -12,7 +12,10 @@ if TYPE_CHECKING:
 
 __all__ = ["caption", "kernels_line", "markdown", "terminal_table", "title", "write_csv"]
 
-HEAD = ("arm", "retained", "Δ", "peak allocated", "Δ", "step", "Δ paired [min, max]", "losses")
+HEAD = ("arm", "retained", "Δ", "peak allocated", "Δ", "step", "Δ paired [min, max]", "x line", "dominated by", "losses")
+OPTIONAL = ("x line", "dominated by")
+"""Columns that are left out where no arm has an entry."""
+TEXT = ("arm", "dominated by", "losses")
 NOT_KNOWN = "n/a"
 
 
@@ -53,6 +56,11 @@ def caption(result: Mapping[str, Any]) -> list[str]:
     control = next((e for e in result["arms"] if e["arm"] == result["control"]), None)
     if control and control["loss_first"] is not None and control["loss_last"] is not None:
         lines.append(f"loss of {result['control']}: {control['loss_first']:.3f} -> {control['loss_last']:.3f} nats per byte")
+    rivals = [entry for entry in result["arms"] if entry["retained_bytes"] is None and entry["retained_mib"] is not None]
+    if rivals:
+        lines.append("(allocator): what the whole model holds after a forward; the blocks' own share cannot be counted for these arms")
+    lines += result["pareto"]["notes"]
+    lines += [f"dominated, kernels {each['kernels']}: {each['label']}: {each['text']}" for each in result["pareto"]["advice"]]
     lines += [f"note: {note}" for note in result["notes"]]
     lines += [f"PROBLEM: {problem}" for problem in result["problems"]]
     return lines
@@ -61,19 +69,29 @@ def caption(result: Mapping[str, Any]) -> list[str]:
 def cells(entry: Mapping[str, Any]) -> list[str]:
     """One arm as text, in the order of `HEAD`."""
     if entry["status"] != "ok" and not entry["rounds"]:
-        return [entry["arm"], *[NOT_KNOWN] * 6, entry["status"]]
+        return [entry["arm"], *["" if name in OPTIONAL else NOT_KNOWN for name in HEAD[1:-1]], entry["status"]]
     control = entry["losses"]["verdict"] == "control"
     status = "" if entry["status"] == "ok" else f", {entry['status']} in other rounds"
+    counted = entry["retained_bytes"] is not None or entry["retained_mib"] is None
     return [
         entry["arm"],
-        _bytes(entry["retained_bytes"]),
-        "" if control else _delta(entry["retained_delta_pct"]),
+        _bytes(entry["retained_bytes"]) if counted else f"{entry['retained_mib']:.2f} MiB (allocator)",
+        "" if control else _delta(entry["retained_delta_pct"] if counted else entry["retained_mib_delta_pct"]),
         NOT_KNOWN if entry["peak_allocated_mib"] is None else f"{entry['peak_allocated_mib']:.1f} MiB",
         "" if control else _delta(entry["peak_delta_pct"]),
         NOT_KNOWN if entry["step_ms"] is None else f"{entry['step_ms']['median']:.1f} ms",
         "" if control else _paired(entry["step_delta_pct"]),
+        "" if entry["line_ratio"] is None else f"{entry['line_ratio']:.2f}",
+        entry["dominated_by"] or "",
         _losses(entry) + status,
     ]
+
+
+def _table(result: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """Head and rows, without the optional columns that would be empty."""
+    rows = [cells(entry) for entry in result["arms"]]
+    kept = [index for index, name in enumerate(HEAD) if name not in OPTIONAL or any(row[index] for row in rows)]
+    return [HEAD[index] for index in kept], [[row[index] for index in kept] for row in rows]
 
 
 def terminal_table(result: Mapping[str, Any]) -> Table:
@@ -82,17 +100,19 @@ def terminal_table(result: Mapping[str, Any]) -> Table:
     from rich.text import Text
 
     table = Table(title=title(result), title_justify="left")
-    for index, name in enumerate(HEAD):
-        table.add_column(name, justify="left" if index in (0, len(HEAD) - 1) else "right", overflow="fold")
-    for entry in result["arms"]:
+    head, rows = _table(result)
+    for name in head:
+        table.add_column(name, justify="left" if name in TEXT else "right", overflow="fold")
+    for entry, row in zip(result["arms"], rows, strict=True):
         bad = entry["status"] != "ok" or any(problem.startswith(f"{entry['arm']}:") for problem in result["problems"])
-        table.add_row(*[Text(cell) for cell in cells(entry)], style="red" if bad else None)
+        table.add_row(*[Text(cell) for cell in row], style="red" if bad else None)
     return table
 
 
 def markdown(result: Mapping[str, Any]) -> str:
     """The same table as Markdown, with the environment it was measured in."""
-    rows = [HEAD, ["---", *["---:"] * (len(HEAD) - 2), "---"], *[cells(entry) for entry in result["arms"]]]
+    head, body = _table(result)
+    rows = [head, ["---" if name in TEXT else "---:" for name in head], *body]
     lines = [f"# {result['name']}", "", title(result), ""]
     lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
     lines += ["", *[f"- {line}" for line in caption(result)]]

@@ -104,7 +104,9 @@ class SegmentTape:
         thread_state.tape, self._outer = self._outer, None
         waiting, self._steps = [step.fn.name for step in self._steps], []
         if waiting and exc[0] is None:
-            raise RuntimeError(f"checkpoint over regions: {', '.join(waiting)} waited for {self._last[waiting[0]]!r}, which this forward did not reach")
+            raise RuntimeError(
+                f"checkpoint over regions: {', '.join(waiting)} waited for {self._last[waiting[0]]!r}, which this forward did not reach"
+            )
 
     def run(self, fn: RegionFn, owner: nn.Module, *args: Any) -> Any:
         """Run one region, or let it wait for the last one of its group."""
