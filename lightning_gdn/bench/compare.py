@@ -53,8 +53,9 @@ def prepare(arms: Sequence[str], *, key: str = "compare.arms") -> list[str]:
     for arm in arms:
         chosen = parse(arm)
         plan = (chosen.kind, frozenset(chosen.names), chosen.num_blocks) if isinstance(chosen, Rival) else (frozenset(chosen.labels), chosen.full)
-        first = seen.setdefault(plan, arm)
-        if first is not arm:
+        first = seen.get(plan)
+        seen[plan] = arm
+        if first is not None:
             what = f"{arm!r} is given twice" if first == arm else f"{first!r} and {arm!r} are the same plan"
             raise UserError(f"{key}: {what}; rounds repeat every arm (compare.rounds)")
     return list(arms) if CONTROL in arms else [CONTROL, *arms]

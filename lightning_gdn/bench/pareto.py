@@ -15,6 +15,7 @@ known, and nothing is called dominated.
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -130,7 +131,7 @@ def _line(points: Sequence[Point]) -> list[Point]:
 def at_saving(line: Sequence[Point], saving: float) -> tuple[float, float | None] | None:
     """The line's overhead at a saving, with K, or None outside of it. Where noise makes it cross a saving twice, the cheaper crossing."""
     found: list[tuple[float, float | None]] = []
-    for a, b in zip(line, line[1:], strict=False):
+    for a, b in itertools.pairwise(line):
         low, high = sorted((a.saving, b.saving))
         if low <= saving <= high and high > low:
             share = (saving - a.saving) / (b.saving - a.saving)

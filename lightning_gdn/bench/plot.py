@@ -78,15 +78,16 @@ def draw_pareto(result: Mapping[str, Any], path: Path) -> bool:
     points = [point for point in pareto["points"] if point["saving_pct"] is not None]
     if not any(point["kind"] != "control" for point in points):
         return False
-    figure = Figure(figsize=(9, 6.5), layout="constrained")
+    figure = Figure(figsize=(11, 6.5), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    axes.set_title("\n".join([*textwrap.wrap(title(result), 100), subtitle(result)]), fontsize=8)
+    axes, names = figure.subplots(1, 2, width_ratios=(2, 1))
+    figure.suptitle("\n".join([*textwrap.wrap(title(result), 110), subtitle(result)]), fontsize=8)
     if pareto["line"]:
         xs, ys = ([point[key] for point in pareto["line"]] for key in ("saving_pct", "overhead_pct"))
         axes.plot(xs, ys, color="black", linewidth=1.0, linestyle="--", label="torch.utils.checkpoint around k of N blocks", zorder=1)
     seen: set[str] = set()
-    for point in points:
+    listed = []
+    for number, point in enumerate(points, start=1):
         kind, hollow = point["kind"], point["dominated_by"] is not None
         name = f"{kind}, dominated" if hollow else kind
         colour = "black" if kind == "control" else "tab:blue" if kind == "label" else "tab:orange"
@@ -94,13 +95,16 @@ def draw_pareto(result: Mapping[str, Any], path: Path) -> bool:
         at = ([point["saving_pct"]], [point["overhead_pct"]])
         axes.scatter(*at, marker=MARKERS[kind], s=48, facecolor=face, edgecolor=colour, label=None if name in seen else name, zorder=2)
         seen.add(name)
-        axes.annotate(point["arm"].replace("+", " + "), (at[0][0], at[1][0]), xytext=(6, 4), textcoords="offset points", fontsize=7)
+        axes.annotate(str(number), (at[0][0], at[1][0]), xytext=(5, 4), textcoords="offset points", fontsize=7)
+        listed += textwrap.wrap(f"{number}  {point['arm'].replace('+', ' + ')}", 46, subsequent_indent="    ")
     what = "allocated peak" if pareto["axis"] == "peak" else "retained bytes (no peak is measured on this device)"
     axes.set_xlabel(f"saved, percent of the control's {what}")
     axes.set_ylabel("step-time overhead, percent of the control")
     axes.axhline(0.0, color="lightgray", linewidth=0.8, zorder=0)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.margins(x=0.18, y=0.1)
+    axes.margins(x=0.1, y=0.1)
     axes.legend(fontsize=7, frameon=False)
+    names.text(0, 1, "\n".join(listed), va="top", fontsize=8, transform=names.transAxes)
+    names.set_axis_off()
     figure.savefig(path, dpi=130, metadata={"Software": "lightning-gdn"})
     return True

@@ -1,0 +1,177 @@
+"""The arms grammar: rivals and labels, the nearest name in an error, and everything refused before a process is started."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_gdn.bench.arms import PARTS, RIVALS, SWEEP, Rival, is_rival, parse, sweep
+from lightning_gdn.bench.compare import check_runnable, expand, prepare, split_arms
+from lightning_gdn.bench.errors import UserError
+from lightning_gdn.bench.labels_table import predict
+from lightning_gdn.bench.recipes import load
+from lightning_gdn.cli import main
+from lightning_gdn.labels import LABELS, parse_arm
+from lightning_gdn.regions import REGIONS
+from tests.unit.bench_support import FAMILIES, tiny_recipe
+
+RIVAL_ARMS = [
+    "checkpoint:full",
+    "checkpoint:block:3",
+    SWEEP,
+    "hf_gradient_checkpointing",
+    "selective_checkpoint",
+    "save_on_cpu",
+    "checkpoint:gdn_conv+gdn_norm_out+layernorm",
+    *(f"checkpoint:{name}" for name in dict.fromkeys([*LABELS, *REGIONS])),
+]
+
+
+@pytest.mark.parametrize("arm", RIVAL_ARMS)
+def test_a_rival_is_read_and_written_back(arm: str) -> None:
+    rival = parse(f" {arm} ")
+    assert isinstance(rival, Rival)
+    assert str(rival) == arm
+    assert parse(str(rival)) == rival
+    assert is_rival(arm)
+
+
+@pytest.mark.parametrize("arm", ["none", "full", "full:block:3", "full:uniform:2", "gdn_conv+layernorm", *LABELS])
+def test_labels_are_read_as_before(arm: str) -> None:
+    assert parse(arm) == parse_arm(arm)
+    assert not is_rival(arm)
+
+
+@pytest.mark.parametrize(
+    ("arm", "parts"),
+    [
+        ("checkpoint:gdn_cnv", ["'gdn_cnv'", "did you mean checkpoint:gdn_conv?"]),
+        ("checkpoint:conv+prp", ["'prp'", "did you mean checkpoint:prep?"]),
+        ("checkpoint:ful", ["did you mean checkpoint:full?"]),
+        ("checkpoint:", ["'' is no label and no region", "block:K"]),
+        ("checkpoint:block", ["positive integer", "checkpoint:block:6"]),
+        ("checkpoint:block:0", ["positive integer", "'0'"]),
+        ("checkpoint:block:²", ["positive integer"]),
+        ("checkpoint:block:3:4", ["positive integer"]),
+        ("checkpoint:conv+full", ["'full' stands alone"]),
+        ("gdn_conv+checkpoint:full", ["'checkpoint:full' stands alone"]),
+        ("save_on_cpu+gdn_conv", ["'save_on_cpu' stands alone"]),
+        ("selective_checkpont", ["did you mean 'selective_checkpoint'?", "save_on_cpu"]),
+        ("hf_gradient_checkpoint", ["did you mean 'hf_gradient_checkpointing'?"]),
+        ("checkpoints:block:3", ["did you mean 'checkpoint:block:3'?"]),
+        ("checkpoint", ["did you mean 'checkpoint:full'?"]),
+        ("gdn_cnv", ["did you mean 'gdn_conv'?"]),
+    ],
+)
+def test_an_unknown_arm_names_the_nearest(arm: str, parts: list[str]) -> None:
+    with pytest.raises(UserError) as caught:
+        split_arms(arm)
+    for part in ["--arms", *parts]:
+        assert part in str(caught.value)
+
+
+def test_a_rival_given_twice_is_one_arm() -> None:
+    assert split_arms("checkpoint:full,full") == ["none", "checkpoint:full", "full"]
+    assert split_arms("checkpoint:gdn_in_proj,checkpoint:gdn_in_proj_split")[1:] == ["checkpoint:gdn_in_proj", "checkpoint:gdn_in_proj_split"]
+    with pytest.raises(UserError, match="are the same plan"):
+        prepare(["checkpoint:conv+prep", "checkpoint:prep+conv"])
+    with pytest.raises(UserError, match="given twice"):
+        prepare(["save_on_cpu", "save_on_cpu"])
+
+
+def test_groups_are_rows_of_neighbours_within_one_module() -> None:
+    every = tuple(REGIONS)
+
+    def groups(arm: str, regions: tuple[str, ...] = every) -> Any:
+        rival = parse(arm)
+        assert isinstance(rival, Rival)
+        return rival.groups(regions)
+
+    assert groups("checkpoint:gdn_in_proj_conv_prep") == (("in_proj", "conv", "prep"),)
+    assert groups("checkpoint:gdn_conv+gdn_norm_out+layernorm") == (("input_norm",), ("conv", "prep"), ("norm_out",), ("post_norm",))
+    assert groups("checkpoint:in_proj+prep") == (("in_proj",), ("prep",))
+    assert groups("checkpoint:input_norm+in_proj") == (("input_norm",), ("in_proj",))
+    assert groups("checkpoint:mlp", ("input_norm", "gate_up", "act", "down")) == (("gate_up", "act", "down"),)
+    assert groups("checkpoint:gdn_conv", ("qkv", "core_attn")) == ()
+    assert groups("checkpoint:full") == ()
+    assert len([region for part in PARTS for region in part]) == len({region for part in PARTS for region in part})
+
+
+@pytest.mark.parametrize("blocks", range(1, 25))
+def test_the_sweep_ends_at_every_block(blocks: int) -> None:
+    points = sweep(["none", SWEEP, "full"], blocks)
+    assert points[0] == "none"
+    assert points[-2:] == ["checkpoint:full", "full"]
+    counts = [int(point.rpartition(":")[2]) for point in points[1:-2]]
+    assert counts == sorted(set(counts))
+    assert all(0 < count < blocks for count in counts)
+    assert len(counts) == min(3, blocks - 1)
+
+
+def test_the_sweep_leaves_out_what_is_there() -> None:
+    assert sweep(["none", "checkpoint:block:2", SWEEP], 4) == [
+        "none",
+        "checkpoint:block:2",
+        "checkpoint:block:1",
+        "checkpoint:block:3",
+        "checkpoint:full",
+    ]
+    assert sweep(["none", "full"], 4) == ["none", "full"]
+
+
+def no_arm(*_: Any, **__: Any) -> None:
+    raise AssertionError("a process was started")
+
+
+@pytest.mark.parametrize(
+    ("family", "arm", "parts"),
+    [
+        ("qwen3_5", "checkpoint:block:5", ["at most", "got 5", "has 4", "checkpoint:full"]),
+        ("qwen3_5", "checkpoint:moe_act", ["none of the model's 4 blocks", "Regions: input_norm"]),
+        ("gdn_stack", "checkpoint:post_norm", ["'post_norm'", "did you mean checkpoint:input_norm?"]),
+        ("gdn_stack", "checkpoint:conv+mlp", ["'mlp'"]),
+        ("gdn_stack", "hf_gradient_checkpointing", ["none of transformers", "checkpoint:full"]),
+        ("qwen3_next", "checkpoint:mla_up_proj", ["'mla_up_proj'"]),
+    ],
+)
+def test_a_rival_that_the_model_cannot_run_is_refused_before_any_process(
+    family: str, arm: str, parts: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("subprocess.Popen", no_arm)
+    assert main(["compare", str(tiny_recipe(tmp_path, FAMILIES[family])), "--arms", arm, "--out", str(tmp_path / "out")]) == 2
+    printed = capsys.readouterr().err
+    for part in [arm, *parts]:
+        assert part in printed
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_a_recipes_rivals_are_checked_expanded_and_left_out_of_predictions(family: str, tmp_path: Path) -> None:
+    loaded = load(str(tiny_recipe(tmp_path, FAMILIES[family])), ["compare.arms=[none, gdn_conv, checkpoint:sweep, checkpoint:conv+prep]"])
+    arms = expand(loaded, prepare(loaded.recipe.compare.arms))
+    assert arms == ["none", "gdn_conv", *(f"checkpoint:block:{k}" for k in (1, 2, 3)), "checkpoint:full", "checkpoint:conv+prep"]
+    check_runnable(loaded, arms)
+    assert not any(is_rival(arm) for arm in predict(loaded, arms).retained_bytes)
+
+
+def test_one_run_is_no_sweep(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"plan\.arm: checkpoint:sweep stands for several arms"):
+        load(str(tiny_recipe(tmp_path)), ["plan.arm=checkpoint:sweep"])
+    assert load(str(tiny_recipe(tmp_path)), ["plan.arm=checkpoint:full"]).recipe.plan.arm == "checkpoint:full"
+
+
+def test_labels_lists_rivals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["labels"]) == 0
+    out = capsys.readouterr().out
+    assert all(form in out for form in RIVALS)
+    assert main(["labels", "--model", str(tiny_recipe(tmp_path)), "compare.arms=[none, checkpoint:sweep, save_on_cpu]"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("a rival: measured by compare") == 2
+
+
+def test_every_form_is_parsed() -> None:
+    spell: Callable[[str], str] = lambda form: form.replace("NAME+NAME...", "conv+prep").replace(":K", ":1")  # noqa: E731
+    assert all(is_rival(spell(form)) for form in RIVALS)
