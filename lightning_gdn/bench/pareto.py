@@ -68,7 +68,7 @@ def analyse(entries: Sequence[Mapping[str, Any]], *, control: str, kernels: str 
         "line": [{"arm": point.arm, "k": point.blocks, "saving_pct": point.saving, "overhead_pct": point.overhead} for point in line],
         "points": rows,
         "advice": _advice(rows, axis, kernels),
-        "notes": _notes(axis, spread, line, points),
+        "notes": _notes(axis, spread, rows),
     }
 
 
@@ -194,17 +194,18 @@ def _advice(rows: Sequence[Mapping[str, Any]], axis: str, kernels: str | None) -
     ]
 
 
-def _notes(axis: str, spread: Mapping[str, float] | None, line: Sequence[Point], points: Sequence[Point]) -> list[str]:
-    if len(points) < 2:
+def _notes(axis: str, spread: Mapping[str, float] | None, rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    judged = [row for row in rows if row["saving_pct"] is not None and row["kind"] != "control"]
+    if not judged:
         return []
     notes = []
     if axis == "retained":
         notes.append("no peak is measured on this device: savings of the Pareto view are of retained bytes")
-    if line:
+    if any(row["ratio"] is not None for row in judged):
         notes.append(f"x line: step-time overhead over that of the {LINE} (torch.utils.checkpoint around K whole blocks) at the same saving")
     if spread is None:
         notes.append("one round of the control: its spread is unknown, so no arm is called dominated")
-    elif any(point.kind != "control" for point in points):
+    elif any(row["dominated_by"] is not None for row in judged):
         notes.append(
             "dominated: another arm or the line saves at least as much for at most as much time; differences within the control's own spread "
             f"({spread['saving']:.2f} % of memory, {spread['overhead']:.2f} % of time) do not count"

@@ -133,7 +133,8 @@ class PlanConfig:
     """What `lightning-gdn run` trains with; `compare` overrides `arm`."""
 
     arm: str = "none"
-    """Arm grammar: `none`, labels joined by `+`, `full`, `full:block:6`. `lightning-gdn labels` lists them with their price."""
+    """Arm grammar: `none`, labels joined by `+`, `full`, `full:block:6`, or a rival such as `checkpoint:full` (docs/rivals.md).
+    `lightning-gdn labels` lists them with their price."""
     kernels: str = "stock"
     """`stock` calls what the model itself would call; `fused` flash-linear-attention's convolution and gated norm on a GPU (less memory,
     faster, not bit-equal to `stock`; on a CPU both are the same torch functions). One setting for all arms, the control included."""
@@ -144,7 +145,7 @@ class CompareConfig:
     """What `lightning-gdn compare` runs: arms x rounds fresh processes, one after the other."""
 
     arms: list[str] = field(default_factory=lambda: ["none", "gdn_in_proj_conv", "gdn_conv+gdn_norm_out+layernorm", "full"])
-    """Arms; the control `none` is added if it is missing."""
+    """Arms; the control `none` is added if it is missing. `checkpoint:sweep` adds whole-block checkpointing of k of the N blocks."""
     rounds: int = 2
     """How often every arm runs. Two is the least that shows a spread; wall time is proportional to it."""
 
