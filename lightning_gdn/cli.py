@@ -257,11 +257,11 @@ def _profile(argv: Sequence[str]) -> int:
     from .bench.profile import Options, profile, refuse
 
     arms = split_arms(given.arms) if given.arms is not None else None
-    refuse(loaded, arms)
+    text = refuse(loaded, arms)
     folder = new_folder(given.out, loaded)
     write_yaml(loaded.saved, folder / "recipe.yaml", f"lightning-gdn profile {folder / 'recipe.yaml'}\nresolved from {loaded.source.name}")
     options = Options(steps=given.steps, rounds=given.rounds, tensors=given.tensors)
-    record = profile(loaded, arms, folder, options, progress=_console().is_terminal)
+    record = profile(loaded, arms, folder, options, text=text, progress=_console().is_terminal)
     if record["status"] != "ok":
         hint = "; the profile begins with the control, which must fit: a smaller data.seq_len or batch_size" if record["status"] == "oom" else ""
         print(f"lightning-gdn: profile: {record['status']}: {record['error']}{hint}", file=sys.stderr)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import statistics
 import traceback
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -47,11 +47,20 @@ def default_arms(loaded: Loaded) -> tuple[list[str], list[str]]:
     return [arm for arm in arms if arm != CONTROL], [name for name in LABELS if name not in fits]
 
 
-def profile(loaded: Loaded, arms: Sequence[str] | None, folder: Path, options: Options, *, progress: bool = False) -> dict[str, Any]:
+def profile(
+    loaded: Loaded,
+    arms: Sequence[str] | None,
+    folder: Path,
+    options: Options,
+    *,
+    text: Text | None = None,
+    progress: bool = False,
+) -> dict[str, Any]:
     """Profile the recipe and write `profile.json` into `folder`.
 
     Args:
         arms: whose memory and cost to measure; by default every label that applies, `full`, and the recipe's `compare.arms`.
+        text: what `refuse` returned, if it was called already.
         progress: show Lightning's progress bar.
 
     Returns:
@@ -60,7 +69,7 @@ def profile(loaded: Loaded, arms: Sequence[str] | None, folder: Path, options: O
     Raises:
         UserError: an arm that the model has no regions for, several devices, or anything else that `run` would refuse.
     """
-    text = refuse(loaded, arms)
+    text = text or refuse(loaded, arms)
     recipe = _single_run(loaded.recipe)
     left_out: list[str] = []
     if arms is None:
@@ -207,31 +216,45 @@ def _arm(arm: str, found: Measured, micro_batches: int, step_ms: float, retained
         if key not in replay and row.region not in by_forward:
             by_forward.append(row.region)
         cost += row.replays * replay.get(key, forward.get(key, 0.0)) * micro_batches
-    freed = retained - _retained(rows)
-    measured = found.phases.get(arm)
-    if arm in found.rounds:
-        measured = found.rounds[arm][-1]
+    books = _books(found, found.recomputed[arm], sum(replays.values())) * micro_batches
+    kept = _retained(rows)
+    # within rounds the control ran in the same state of the machine
+    own, base = (found.rounds[arm][-1], found.rounds[CONTROL][-1]) if arm in found.rounds else (found.phases.get(arm), found.control)
+    peak = _peak(own) if own else _peak({"peaks": {}})
     entry: dict[str, Any] = {
         "arm": arm,
-        "retained_bytes": retained - freed,
-        "freed_bytes": freed,
-        "freed_pct": 100 * freed / retained if retained else None,
+        "retained_bytes": kept,
+        "freed_bytes": retained - kept,
+        "freed_pct": 100 * (retained - kept) / retained if retained else None,
         "replays": replays,
         "cost_ms": cost,
         "cost_pct": 100 * cost / step_ms,
+        "bookkeeping_ms": books,
+        "bookkeeping_pct": 100 * books / step_ms,
         "timed_by_forward": by_forward,
-        "allocator_freed_bytes": None,
-        "peak_delta_bytes": None,
         "measured": _overhead(found, arm),
-        **(_peak(measured) if measured else {"peak_bytes": None, "peak_held_by": None, "phase_peak_bytes": None}),
+        **peak,
+        "peak_delta_bytes": _less(peak["peak_bytes"], _peak(base)["peak_bytes"]),
+        "allocator_freed_bytes": _less(base["allocated_after_forward"], own["allocated_after_forward"] if own else None),
     }
-    before, after = found.control["allocated_after_forward"], measured["allocated_after_forward"] if measured else None
-    if before is not None and after is not None:
-        entry["allocator_freed_bytes"] = before - after
-    control_peak = _peak(found.control)["peak_bytes"]
-    if entry["peak_bytes"] is not None and control_peak is not None:
-        entry["peak_delta_bytes"] = entry["peak_bytes"] - control_peak
     return entry
+
+
+def _less(one: int | None, other: int | None) -> int | None:
+    return None if one is None or other is None else one - other
+
+
+def _books(found: Measured, recomputed: Collection[Key], replays: int) -> float:
+    """Milliseconds per micro-batch that the tape itself costs where the device waits for the host, from the plan that recomputes everything.
+
+    Forward: how much longer a region takes when it is recorded for a replay. Backward: what is longer beyond the replays, in equal parts
+    for each of them. About nothing where the device is busy all the time.
+    """
+    times = found.times
+    recording = sum(times["forward_full"].get(key, 0.0) - times["forward"].get(key, 0.0) for key in recomputed)
+    beyond = sum(times["backward_full"].values()) - sum(times["backward"].values()) - sum(times["replay"].values())
+    all_replays = sum(row.replays for row in found.full)
+    return recording + (beyond / all_replays * replays if all_replays else 0.0)
 
 
 def _overhead(found: Measured, arm: str) -> dict[str, Any] | None:

@@ -16,6 +16,8 @@ NOT_KNOWN = "n/a"
 MIB = 2**20
 NO_EFFECT = 0.1
 """A peak that falls by less than this part of what is freed is held by something else, and the caption says by what."""
+BOOKS_PCT = 1.0
+"""Percent of the step from which the tape's own host time is worth a line."""
 NAME_WIDTH = 64
 HELD_BY = {"forward": "blocks, forward", "loss forward": "loss, forward", "loss backward": "loss, backward", "backward": "blocks, backward"}
 
@@ -120,6 +122,10 @@ def caption(record: Mapping[str, Any]) -> list[str]:
         ),
         "costs: replay times of exactly the regions that the arm replayed in a step of its own, for all micro-batches of a step",
     ]
+    books = [entry for entry in record["arms"] if entry["bookkeeping_pct"] >= BOOKS_PCT]
+    if books:
+        told = ", ".join(f"{entry['arm']} {entry['bookkeeping_ms']:.1f} ms ({entry['bookkeeping_pct']:+.1f} %)" for entry in books)
+        lines.append(f"beside replays, recording regions and finding their tensors cost about: {told}")
     lines += [line for entry in record["arms"] if (line := _no_effect(entry, control))]
     estimated = {region for entry in record["arms"] for region in entry["timed_by_forward"]}
     if estimated:

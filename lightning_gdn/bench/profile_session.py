@@ -22,6 +22,7 @@ from ..inspection import inspect_model
 from ..labels import parse_arm
 from ..ledger import LedgerRow
 from ..plan import BlockPlan, Plan
+from ..regions import Mode
 from .judge import CONTROL
 from .profile_kernels import KernelReport, read_trace, traced
 from .profile_phases import Moment, Observer, Phases, clock_for, quiet
@@ -60,7 +61,8 @@ class Measured:
     kernels: dict[str, str] = field(default_factory=dict)
     """Region -> kernel by the adapter's word."""
     times: dict[str, dict[Key, float]] = field(default_factory=dict)
-    """`forward`, `backward` (every region kept) and `replay` (every region recomputed): ms per micro-batch by (block, region)."""
+    """`forward`, `backward` (every region kept), `replay`, `forward_full`, `backward_full` (every region recomputed): ms per micro-batch by
+    (block, region)."""
     trace: KernelReport | None = None
     tensors: list[dict[str, Any]] = field(default_factory=list)
     full: list[LedgerRow] = field(default_factory=list)
@@ -71,6 +73,8 @@ class Measured:
     """Region -> of that, what is still allocated when the replay ends."""
     ledgers: dict[str, list[LedgerRow]] = field(default_factory=dict)
     """By arm."""
+    recomputed: dict[str, frozenset[Key]] = field(default_factory=dict)
+    """By arm: the regions that its plan does not keep."""
     phases: dict[str, dict[str, Any]] = field(default_factory=dict)
     """By arm: as `control`, of one step; only on a device with allocator counters."""
     rounds: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
@@ -165,7 +169,8 @@ class ProfileSession(L.Callback):
             yield quiet
             found.full = applied.ledger.rows()
             applied.ledger.watch(times.probe)
-            found.times["replay"] = (yield from self._timed(times))["replay"]
+            recomputed = yield from self._timed(times)
+            found.times |= {"replay": recomputed["replay"], "forward_full": recomputed["forward"], "backward_full": recomputed["backward"]}
             if counts:
                 memory = ReplayMemory(self._counters)
                 applied.ledger.watch(memory.probe)
@@ -174,6 +179,7 @@ class ProfileSession(L.Callback):
         seen: dict[tuple[BlockPlan, ...], str] = {}
         for arm in self._arms:
             plan = Plan.from_labels(parse_arm(arm), [block.layout for block in blocks])
+            found.recomputed[arm] = frozenset((block.name, name) for block in plan.blocks for name, mode in block.modes if mode is not Mode.KEEP)
             same = seen.setdefault(plan.blocks, arm)
             if same is arm:
                 with apply_plan(model, arm, kernels=kernels) as applied:
