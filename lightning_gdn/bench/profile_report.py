@@ -17,7 +17,7 @@ MIB = 2**20
 NO_EFFECT = 0.1
 """A peak that falls by less than this part of what is freed is held by something else, and the caption says by what."""
 BOOKS_PCT = 1.0
-"""Percent of the step from which the tape's own host time is worth a line."""
+"""Percent of the step from which time beside replays is worth a line."""
 NAME_WIDTH = 64
 HELD_BY = {"forward": "blocks, forward", "loss forward": "loss, forward", "loss backward": "loss, backward", "backward": "blocks, backward"}
 
@@ -122,6 +122,8 @@ def caption(record: Mapping[str, Any]) -> list[str]:
         ),
         "costs: replay times of exactly the regions that the arm replayed in a step of its own, for all micro-batches of a step",
     ]
+    if abs(control["by_region_delta_ms"]) >= BOOKS_PCT / 100 * step["median"]:
+        lines.append(f"run region by region, nothing recomputed, a step takes {control['by_region_delta_ms']:+.1f} ms: in every arm, in no replay")
     books = [entry for entry in record["arms"] if entry["bookkeeping_pct"] >= BOOKS_PCT]
     if books:
         told = ", ".join(f"{entry['arm']} {entry['bookkeeping_ms']:.1f} ms ({entry['bookkeeping_pct']:+.1f} %)" for entry in books)

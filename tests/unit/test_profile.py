@@ -152,7 +152,7 @@ def measured() -> Measured:
         peaks = {"forward": blocks, "loss backward": loss, "backward": blocks, "optimizer": optimizer}
         return {
             "step_ms": [100.0, 98.0, 110.0],
-            "phases": {"forward": 40.0},
+            "phases": {"forward": 40.0, "optimizer": 7.0},
             "peaks": {phase: peak * MIB for phase, peak in peaks.items()},
             "allocated_after_forward": allocated * MIB,
         }
@@ -197,6 +197,8 @@ def test_what_is_said_of_peaks_and_costs() -> None:
     assert "do not apply to this model: moe" in lines
     assert any("the GPU waits for the host" in line for line in lines)
     assert any("gdn_conv 1.5 ms (+1.5 %)" in line for line in lines)
+    assert record["control"]["by_region_delta_ms"] == 2 * (2 + 3 + 4) - 40, "the optimizer's time aside"
+    assert any("takes -22.0 ms" in line for line in lines)
     console = Console(width=100, record=True)
     with console.capture() as shown:
         console.print(kernel_table(whole))
