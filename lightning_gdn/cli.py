@@ -24,6 +24,7 @@ lightning-gdn: selective activation recompute for Gated DeltaNet hybrid models, 
   lightning-gdn run RECIPE [key=value ...]        train one recipe with one plan
   lightning-gdn compare RECIPE [key=value ...]    train it once per memory configuration and compare
   lightning-gdn labels [--model RECIPE]           labels, and what each frees on a recipe's model
+  lightning-gdn profile RECIPE [key=value ...]    one training step region by region; what each label frees and costs
   lightning-gdn validate RECIPE [key=value ...]   check a recipe without training
   lightning-gdn recipes                           list the shipped recipes
 
@@ -32,6 +33,7 @@ examples:
   lightning-gdn compare demo_cpu --arms none,gdn_conv+layernorm,full --rounds 3
   lightning-gdn run demo_cpu plan.arm=gdn_conv trainer.max_steps=30 data.path=/path/to/texts
   lightning-gdn labels --model demo_cpu
+  lightning-gdn profile demo_cpu
 
 `lightning-gdn VERB --help` shows each verb. Exit codes: 0 done; 1 an arm failed, or on a CPU its losses differ from the control's;
 2 something you wrote cannot work (one line on stderr says what).
@@ -231,6 +233,53 @@ def _labels(argv: Sequence[str]) -> int:
     return 0
 
 
+def _profile(argv: Sequence[str]) -> int:
+    parser = _parser(
+        "profile",
+        "Train a recipe for a few dozen steps and measure one steady step region by region: forward, backward and replay time, retained bytes,\n"
+        "the kernels that ran, what each label frees and costs, and which phase holds the memory peak.",
+        "  lightning-gdn profile demo_cpu\n"
+        "  lightning-gdn profile gdn_stack_20 --arms gdn_norm_out,full --rounds 3\n"
+        "  lightning-gdn profile demo_cpu --tensors data.seq_len=128",
+    )
+    parser.add_argument("--arms", metavar="A,B,...", help="arms separated by commas (default: every label that applies, full, compare.arms)")
+    parser.add_argument("--steps", metavar="N", type=int, default=5, help="steps per timed stage, whose median counts (default: 5)")
+    parser.add_argument("--rounds", metavar="N", type=int, default=0, help="also time whole steps of every arm in N alternating rounds (default: 0)")
+    parser.add_argument("--tensors", action="store_true", help="also list every saved tensor of one block of each kind")
+    parser.add_argument("--out", metavar="DIR", help="the profile's folder; new or empty (default: out_dir/NAME-TIME)")
+    given = parser.parse_intermixed_args(argv)
+    for name, least in (("steps", 1), ("rounds", 0)):
+        if getattr(given, name) < least:
+            raise UserError(f"--{name}: expected a whole number of at least {least}, got {getattr(given, name)}")
+    from .bench.recipes import load, write_yaml
+
+    loaded = load(given.recipe, given.overrides)
+    from .bench.compare import new_folder, split_arms
+    from .bench.profile import Options, profile, refuse
+
+    arms = split_arms(given.arms) if given.arms is not None else None
+    text = refuse(loaded, arms)
+    folder = new_folder(given.out, loaded)
+    write_yaml(loaded.saved, folder / "recipe.yaml", f"lightning-gdn profile {folder / 'recipe.yaml'}\nresolved from {loaded.source.name}")
+    options = Options(steps=given.steps, rounds=given.rounds, tensors=given.tensors)
+    record = profile(loaded, arms, folder, options, text=text, progress=_console().is_terminal)
+    if record["status"] != "ok":
+        hint = "; the profile begins with the control, which must fit: a smaller data.seq_len or batch_size" if record["status"] == "oom" else ""
+        print(f"lightning-gdn: profile: {record['status']}: {record['error']}{hint}", file=sys.stderr)
+        return 1
+    from .bench.profile_report import arm_table, caption, draw_profile, kernel_table, region_table, tensor_tables, title
+
+    console = _console()
+    console.print(title(record), markup=False, highlight=False)
+    for table in (region_table(record), kernel_table(record), *tensor_tables(record), arm_table(record)):
+        console.print(table)
+    for line in caption(record):
+        console.print(line, markup=False, highlight=False)
+    draw_profile(record, folder / "profile.png")
+    console.print(f"written to {folder}: profile.json, profile.png", markup=False, highlight=False)
+    return 0
+
+
 def _validate(argv: Sequence[str]) -> int:
     parser = _parser(
         "validate",
@@ -274,6 +323,7 @@ VERBS: dict[str, Callable[[Sequence[str]], int]] = {
     "labels": _labels,
     "validate": _validate,
     "recipes": _recipes,
+    "profile": _profile,
 }
 
 

@@ -6,16 +6,19 @@ without it. All figures are bytes of *unique storages per block*; parameters and
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from .replay import Region, Slot
 
-__all__ = ["Ledger", "LedgerRow"]
+if TYPE_CHECKING:
+    from .tape import Probe
+
+__all__ = ["BETWEEN", "Ledger", "LedgerRow", "is_weight_cast"]
 
 BETWEEN = "between_regions"
 """Row for tensors saved outside every region."""
@@ -56,11 +59,17 @@ class Ledger:
         self.pending: set[str] = set(self.blocks)
         self.kernels: dict[str, str] = {}
         """Region -> kernel that really ran in the instrumented step."""
+        self._make: Callable[[str, nn.Module], Probe | None] | None = None
 
     def arm(self) -> None:
         """Clear the rows and instrument the next forward of every block."""
         self._rows.clear()
         self.pending = set(self.blocks)
+
+    def watch(self, make: Callable[[str, nn.Module], Probe | None] | None) -> None:
+        """Hand every further call of a block to a probe that `make(block's name, block)` gives; the rows stay. None ends it."""
+        self._make = make
+        self.pending = set() if make is None else set(self.blocks)
 
     @property
     def complete(self) -> bool:
@@ -112,8 +121,10 @@ class Ledger:
             "by_region": {name: {k: v for k, v in asdict(row).items() if k not in ("block", "region")} for name, row in self.by_region().items()},
         }
 
-    def probe(self, block: str, module: nn.Module) -> BlockProbe | None:
+    def probe(self, block: str, module: nn.Module) -> Probe | None:
         """The probe for this call of a block, or None if it was instrumented already."""
+        if self._make is not None:
+            return self._make(block, module)
         if block not in self.pending:
             return None
         return BlockProbe(self, block, module)
@@ -140,6 +151,8 @@ class _Storage:
 class BlockProbe:
     """Counts one call of one block."""
 
+    counts_saved = True
+
     def __init__(self, ledger: Ledger, block: str, module: nn.Module) -> None:
         self._ledger, self._block = ledger, block
         self._storages: dict[int, _Storage] = {}
@@ -149,16 +162,22 @@ class BlockProbe:
         """A region ran in the forward."""
         self._ledger.row(self._block, region).calls += 1
 
+    def ended(self, region: str, result: object) -> None:
+        """Nothing to count."""
+
     def replayed(self, region: str) -> None:
         """A region of this call was replayed."""
         self._ledger.row(self._block, region).replays += 1
+
+    def replay_ended(self, region: str) -> None:
+        """Nothing to count."""
 
     def saved(self, region: str, tensor: Tensor, packed: object) -> None:
         """Autograd saved a tensor that is no parameter."""
         storage = tensor.untyped_storage()
         entry = self._storages.get(storage._cdata)
         if entry is None:
-            cast = _is_weight_cast(tensor, self._weights)
+            cast = is_weight_cast(tensor, self._weights)
             entry = self._storages[storage._cdata] = _Storage(region or BETWEEN, storage.nbytes(), cast, [], StorageWeakRef(storage))
         entry.packed.append(packed)
 
@@ -207,7 +226,7 @@ _LAYOUT_NODES = (
 )
 
 
-def _is_weight_cast(tensor: Tensor, weights: set[tuple[tuple[int, ...], Any]]) -> bool:
+def is_weight_cast(tensor: Tensor, weights: set[tuple[tuple[int, ...], Any]]) -> bool:
     """A copy in another dtype that autocast made of a parameter, or a view of such a copy."""
     node, copied = tensor.grad_fn, False
     if node is None:  # a frozen weight's cast has no graph; then only its shape tells

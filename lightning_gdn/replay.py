@@ -50,10 +50,13 @@ def in_replay() -> bool:
 
 
 class ReplayCounter(Protocol):
-    """What the ledger offers in an instrumented step."""
+    """What the ledger (or the profiler) offers in an instrumented step."""
 
     def replayed(self, region: str) -> None:
-        """A region was replayed."""
+        """A replay begins; its inputs are there, also those that replays of other regions had to bring back."""
+
+    def replay_ended(self, region: str) -> None:
+        """The replay ended; what it saved and its outputs are still held."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -271,6 +274,8 @@ class Region:
         # Where no handle points inside and every module is a known one, which outputs come out is all there is to check.
         watched = bool(self.inside_need) or self.rng is not None
         result = self._in_forward_state(self._watched if watched else self._plain, inputs)
+        if self.probe is not None:
+            self.probe.replay_ended(fn.name)
         outs = result if isinstance(result, tuple) else (result,)
         found: dict[int, Tensor] = {}
         for index in self.out_need:

@@ -36,13 +36,19 @@ def active_tape() -> Tape | None:
 
 
 class Probe(ReplayCounter, Protocol):
-    """What the ledger offers the tape in an instrumented step."""
+    """What the ledger (or the profiler) offers the tape in an instrumented step."""
+
+    counts_saved: bool
+    """Whether `saved` wants every saved tensor: then hooks are open around the whole block, which costs host time."""
 
     def saved(self, region: str, tensor: Tensor, packed: object) -> None:
         """Autograd saved a tensor that is no parameter."""
 
     def called(self, region: str) -> None:
-        """A region ran in the forward."""
+        """A region begins in the forward."""
+
+    def ended(self, region: str, result: object) -> None:
+        """A region ended in the forward: a tensor or a tuple of tensors."""
 
     def finish(self, regions: Sequence[Region]) -> None:
         """The block's forward ended."""
@@ -87,7 +93,7 @@ class Tape:
     Args:
         modes: mode of every region that is not in `keep`.
         device: the block's device (autocast and random state are taken from it).
-        probe: the ledger's probe in an instrumented step; then hooks are open around the whole block.
+        probe: the ledger's probe in an instrumented step; if it counts saved tensors, hooks are open around the whole block.
         carry: the block's input, if the block before handed it on.
         kernels: the option `kernels`, for the adapter to read.
     """
@@ -107,14 +113,14 @@ class Tape:
         self._name = ""
 
     def __enter__(self) -> Tape:
-        if self._probe is not None:
+        if self._probe is not None and self._probe.counts_saved:
             push_hooks(self._pack_kept, _unpack)
         self._outer, thread_state.tape = active_tape(), self
         return self
 
     def __exit__(self, *exc: object) -> None:
         thread_state.tape = self._outer
-        if self._probe is not None:
+        if self._probe is not None and self._probe.counts_saved:
             pop_hooks()
         failed = exc[0] is not None
         for region in reversed(self._regions):
@@ -148,9 +154,11 @@ class Tape:
         self._probe.called(fn.name)
         outer, self._name = self._name, fn.name
         try:
-            return self._keep(fn, owner, args) if mode is Mode.KEEP else self._recompute(fn, owner, args, mode)
+            result = self._keep(fn, owner, args) if mode is Mode.KEEP else self._recompute(fn, owner, args, mode)
         finally:
             self._name = outer
+        self._probe.ended(fn.name, result)
+        return result
 
     def carry(self, output: Tensor) -> Carry | None:
         """For the block's output, if a recomputed region made it: lets the next block of a chunk recompute it."""

@@ -1,0 +1,307 @@
+"""`lightning-gdn profile` as a whole, on a CPU: complete, exact where arithmetic allows, and without a trace in the training."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from lightning_gdn.apply import apply_plan, instrument
+from lightning_gdn.bench.arm import run_arm
+from lightning_gdn.bench.errors import UserError
+from lightning_gdn.bench.labels_table import predict
+from lightning_gdn.bench.module import BenchModule, make_module, meta_model
+from lightning_gdn.bench.profile import Options, default_arms, describe, profile
+from lightning_gdn.bench.profile_kernels import Kernel, KernelReport
+from lightning_gdn.bench.profile_report import arm_table, caption, draw_profile, kernel_table, region_table, tensor_tables
+from lightning_gdn.bench.profile_session import Measured
+from lightning_gdn.bench.recipes import Loaded, load
+from lightning_gdn.bench.records import read_json
+from lightning_gdn.cli import main
+from lightning_gdn.inspection import inspect_model
+from lightning_gdn.ledger import LedgerRow
+from tests.unit.bench_support import FAMILIES, tiny_recipe
+
+ARMS = ["gdn_in_proj_conv", "gdn_conv+gdn_norm_out+layernorm", "gdn_gated_delta_rule", "full:block:2", "full"]
+MIB = 2**20
+
+
+@pytest.fixture(scope="module", params=list(FAMILIES))
+def profiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Loaded, dict[str, Any], Path]:
+    folder = tmp_path_factory.mktemp(request.param)
+    more = ["trainer.accumulate_grad_batches=2"] if request.param == "qwen3_5" else []
+    loaded = load(str(tiny_recipe(folder, FAMILIES[request.param])), more)
+    return loaded, profile(loaded, ARMS, folder, Options(steps=2, rounds=1, tensors=True)), folder
+
+
+def test_the_record_is_whole_and_on_disk(profiled: tuple[Loaded, dict[str, Any], Path]) -> None:
+    loaded, record, folder = profiled
+    assert record["status"] == "ok", record["error"]
+    assert read_json(folder / "profile.json") == json.loads(json.dumps(record))
+    layouts = inspect_model(meta_model(loaded.recipe)).layouts
+    blocks = {name: sum(name in layout.regions for layout in layouts) for layout in layouts for name in layout.regions}
+    experts = sum("gate_up" not in layout.regions for layout in layouts) if "gate_up" in blocks else 0
+    blocks |= {"moe": experts} if experts else {}  # a step of the block that no label names
+    assert {row["region"]: row["blocks"] for row in record["regions"]} == blocks
+    for row in record["regions"]:
+        assert row["forward_ms"] > 0
+        assert row["backward_ms"] > 0
+        assert row["kernels"], "operators of every region are named"
+        assert sum(kernel["share"] for kernel in row["kernels"]) <= 1 + 1e-9
+        assert (row["replay_ms"] is None) == (row["replayed_blocks"] == 0)
+        assert row["replay_peak_bytes"] is None
+    assert record["outside"]["forward_ms"] > 0
+    assert record["outside"]["backward_ms"] > 0
+    assert record["control"]["peak_held_by"] is None
+    assert all(ms > 0 for ms in record["control"]["phases_ms"].values())
+    assert sum(record["control"]["phases_ms"].values()) <= 1.5 * record["control"]["step_ms"]["max"]
+
+
+def test_a_profiled_training_computes_what_an_unwatched_one_does(profiled: tuple[Loaded, dict[str, Any], Path]) -> None:
+    loaded, record, _ = profiled
+    micro = loaded.recipe.trainer.accumulate_grad_batches
+    steps = len(record["losses_hex"]) // micro
+    assert steps > 20
+    recipe = replace(loaded.recipe, trainer=replace(loaded.recipe.trainer, max_steps=steps))
+    plain = run_arm(recipe, loaded.saved, "none")
+    assert plain["losses_hex"] == record["losses_hex"]
+
+
+def test_freed_bytes_are_the_difference_of_the_arms(profiled: tuple[Loaded, dict[str, Any], Path]) -> None:
+    loaded, record, _ = profiled
+    arms = [entry["arm"] for entry in record["arms"]]
+    assert arms == ARMS
+    predicted = predict(loaded, ["none", *ARMS]).retained_bytes
+    assert record["control"]["retained_bytes"] == predicted["none"] == sum(row["retained_bytes"] for row in record["regions"])
+    assert {entry["arm"]: entry["freed_bytes"] for entry in record["arms"]} == {arm: predicted["none"] - predicted[arm] for arm in ARMS}
+
+
+def test_costs_are_replays_times_their_regions_time(profiled: tuple[Loaded, dict[str, Any], Path]) -> None:
+    loaded, record, _ = profiled
+    regions = {row["region"]: row for row in record["regions"]}
+    gdn = regions["conv"]["blocks"]
+    micro = loaded.recipe.trainer.accumulate_grad_batches
+    for entry in record["arms"]:
+        assert entry["replays"], entry["arm"]
+        assert entry["timed_by_forward"] == []
+        assert entry["measured"]["rounds"] == 1
+        if not entry["arm"].startswith("full:"):
+            assert entry["cost_ms"] == pytest.approx(micro * sum(regions[name]["replay_ms"] for name in entry["replays"]))
+    costs = {entry["arm"]: entry for entry in record["arms"]}
+    assert costs["gdn_gated_delta_rule"]["replays"] == {"delta_rule": gdn}
+    assert costs["gdn_in_proj_conv"]["replays"] == {"in_proj": gdn, "conv": gdn}
+    assert costs["full"]["replays"] == {name: row["replayed_blocks"] for name, row in regions.items() if row["replayed_blocks"]}
+    assert costs["full:block:2"]["cost_ms"] < costs["full"]["cost_ms"]
+
+
+def test_saved_tensors_add_up_to_the_ledger(profiled: tuple[Loaded, dict[str, Any], Path]) -> None:
+    loaded, record, _ = profiled
+    module = make_module(loaded.recipe)
+    module.configure_model()
+    layouts = inspect_model(module).layouts
+    ids = torch.zeros((loaded.recipe.data.batch_size, loaded.recipe.data.seq_len), dtype=torch.long)
+    with instrument(module) as ledger:
+        module(ids).backward()
+    with apply_plan(module, "full") as applied:
+        module(ids).backward()
+    assert sum(row["brought_back_bytes"] for row in record["regions"]) == applied.ledger.discarded_bytes
+    assert {kind["block"] for kind in record["tensors"]} == {
+        next(b.name for b in layouts if b.regions == regions) for regions in {b.regions for b in layouts}
+    }
+    assert sum(kind["blocks"] for kind in record["tensors"]) == len(layouts)
+    for kind in record["tensors"]:
+        wanted = {row.region: row.kept_bytes for row in ledger.rows() if row.block == kind["block"] and row.kept_bytes}
+        got: dict[str, int] = {}
+        for row in kind["storages"]:
+            got[row["region"]] = got.get(row["region"], 0) + row["nbytes"]
+            assert row["nodes"], row
+        assert got == wanted
+
+
+def test_tables_fit_a_hundred_columns_and_the_picture_is_drawn(profiled: tuple[Loaded, dict[str, Any], Path], tmp_path: Path) -> None:
+    _, record, _ = profiled
+    console = Console(width=100, record=True, file=(tmp_path / "out.txt").open("w", encoding="utf-8"))
+    for table in (region_table(record), kernel_table(record), arm_table(record), *tensor_tables(record)):
+        console.print(table)
+    console.file.close()
+    text = console.export_text()
+    assert "…" not in text, "nothing is cut off"
+    for row in record["regions"]:
+        assert f" {row['retained_bytes'] / MIB:,.2f} " in text
+    for entry in record["arms"]:
+        assert f"{entry['cost_pct']:+.2f} %" in text
+    assert "not replayed" in text
+    assert any("peak n/a" in line for line in caption(record))
+    draw_profile(record, tmp_path / "profile.png")
+    assert (tmp_path / "profile.png").stat().st_size > 10_000
+
+
+def measured() -> Measured:
+    """Made-up figures of a GPU: one block, two regions."""
+    kept = [LedgerRow(block="b", region="conv", kept_bytes=80 * MIB, calls=1), LedgerRow(block="b", region="norm_out", kept_bytes=20 * MIB, calls=1)]
+    conv = [LedgerRow(block="b", region="conv", discarded_bytes=80 * MIB, freed_bytes=80 * MIB, calls=1, replays=2), replace(kept[1])]
+    norm = [replace(kept[0]), LedgerRow(block="b", region="norm_out", discarded_bytes=20 * MIB, calls=1, replays=1)]
+
+    def phases(blocks: int, loss: int, optimizer: int, allocated: int) -> dict[str, Any]:
+        peaks = {"forward": blocks, "loss backward": loss, "backward": blocks, "optimizer": optimizer}
+        return {
+            "step_ms": [100.0, 98.0, 110.0],
+            "phases": {"forward": 40.0, "optimizer": 7.0},
+            "peaks": {phase: peak * MIB for phase, peak in peaks.items()},
+            "allocated_after_forward": allocated * MIB,
+        }
+
+    key = ("b", "conv")
+    return Measured(
+        control=phases(900, 1000, 500, 950),
+        kept=kept,
+        kernels={"conv": "fla.causal_conv1d"},
+        times={
+            "forward": {key: 2.0, ("b", "norm_out"): 3.0},
+            "backward": {key: 4.0},
+            "replay": {key: 2.5},
+            "forward_full": {key: 2.25, ("b", "norm_out"): 3.0},
+            "backward_full": {key: 7.0},
+        },
+        trace=KernelReport(regions={"conv": (Kernel(name="k" * 300, ms=1.0, share=1.0, launches=2),)}, on_gpu=True, busy_ms=50.0),
+        full=conv,
+        replay_peak_bytes={"conv": 3 * MIB},
+        ledgers={"gdn_conv": conv, "gdn_norm_out": norm},
+        recomputed={"gdn_conv": frozenset({key}), "gdn_norm_out": frozenset({("b", "norm_out")})},
+        phases={"gdn_conv": phases(700, 1000, 500, 870), "gdn_norm_out": phases(850, 900, 950, 930)},
+        rounds={},
+        done=True,
+    )
+
+
+def test_what_is_said_of_peaks_and_costs() -> None:
+    record = describe(measured(), 2, ["gdn_conv", "gdn_norm_out"])
+    assert (record["control"]["peak_held_by"], record["control"]["peak_bytes"]) == ("loss backward", 1000 * MIB)
+    conv, norm = record["arms"]
+    assert (conv["freed_bytes"], conv["allocator_freed_bytes"], conv["peak_delta_bytes"]) == (80 * MIB, 80 * MIB, 0)
+    assert (conv["cost_ms"], conv["cost_pct"]) == (2 * 2.5 * 2, 10.0)
+    assert conv["bookkeeping_ms"] == pytest.approx(2 * (0.25 + 0.5)), "recording 0.25, and 7 - 4 - 2.5 beyond the replays in backward"
+    assert (norm["cost_ms"], norm["timed_by_forward"]) == (6.0, ["norm_out"])
+    assert (norm["peak_held_by"], norm["peak_delta_bytes"]) == ("optimizer", -50 * MIB)
+    assert record["regions"][0]["replay_peak_bytes"] == 3 * MIB
+    whole = {**record, "labels_left_out": ["moe"]}
+    lines = caption(whole)
+    assert "gdn_conv: frees 80.00 MiB, the peak changes by +0.00 MiB: it is held by: loss, backward" in lines
+    assert not any(line.startswith("gdn_norm_out:") for line in lines), "its peak falls"
+    assert "do not apply to this model: moe" in lines
+    assert any("the GPU waits for the host" in line for line in lines)
+    assert any("gdn_conv 1.5 ms (+1.5 %)" in line for line in lines)
+    assert record["control"]["by_region_delta_ms"] == 2 * (2 + 3 + 4) - 40, "the optimizer's time aside"
+    assert any("takes -22.0 ms" in line for line in lines)
+    console = Console(width=100, record=True)
+    with console.capture() as shown:
+        console.print(kernel_table(whole))
+        console.print(arm_table(whole))
+    text = shown.get()
+    assert "bound: fla.causal_conv1d" in text
+    assert max(len(line) for line in text.splitlines()) <= 100
+    assert "loss, backward" in text
+    assert "optimizer" in text
+
+
+def test_the_check_of_predictions_judges_both_gaps(repo_root: Path) -> None:
+    spec = importlib.util.spec_from_file_location("profile_check", repo_root / "benchmarks" / "profile_check.py")
+    assert spec is not None
+    assert spec.loader is not None
+    check = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(check)
+    found = measured()
+    slow = {**found.phases["gdn_conv"], "step_ms": [111.0] * 3}
+    far = {**found.phases["gdn_norm_out"], "step_ms": [105.0] * 3, "allocated_after_forward": 929 * MIB}
+    found.rounds = {"none": [found.control], "gdn_conv": [slow], "gdn_norm_out": [far]}
+    record = describe(found, 2, ["gdn_conv", "gdn_norm_out"])
+    conv, norm = (check.verdict(entry) for entry in record["arms"])
+    assert (conv["gap_points"], conv["cost_met"], conv["apart_pct"], conv["bytes_met"]) == (1.0, True, 0.0, True)
+    assert (norm["gap_points"], norm["cost_met"], norm["apart_pct"], norm["bytes_met"]) == (-1.0, True, 5.0, False)
+    small = check.compact({**record, "environment": {}, "recipe": {}, "options": {}}, "command")
+    assert len(json.dumps(small)) < check.RECORD_BYTES
+
+
+def test_a_gpu_trace_without_kernels_is_said() -> None:
+    found = measured()
+    found.trace = KernelReport(regions={}, on_gpu=False, busy_ms=None)
+    record = describe(found, 1, ["gdn_conv"])
+    assert any("saw no GPU kernels" in remark for remark in record["remarks"])
+    assert record["regions"][0]["bound_kernel"] == "fla.causal_conv1d"
+
+
+def test_default_arms_are_the_labels_that_apply(tmp_path: Path) -> None:
+    arms, left_out = default_arms(load(str(tiny_recipe(tmp_path, FAMILIES["gdn_stack"]))))
+    assert arms[-1] == "full"
+    assert "layernorm" in arms
+    assert "none" not in arms
+    assert {"mlp", "core_attn", "moe"} <= set(left_out)
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = str(tiny_recipe(tmp_path, FAMILIES["gdn_stack"]))
+    out = tmp_path / "out"
+    assert main(["profile", recipe, "--arms", "gdn_norm_out", "--steps", "1", "--tensors", "--out", str(out)]) == 0
+    shown = capsys.readouterr().out
+    for text in ("delta_rule", "aten::", "gdn_norm_out", "control: step", "saved by model.", f"written to {out}"):
+        assert text in shown
+    assert sorted(path.name for path in out.iterdir()) == ["profile.json", "profile.png", "recipe.yaml"]
+    assert [entry["arm"] for entry in read_json(out / "profile.json")["arms"]] == ["gdn_norm_out"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["nowhere.yaml"], "no file nowhere.yaml"),
+        (["demo_cpu", "--arms", "gdn_cnv"], "did you mean 'gdn_conv'"),
+        (["demo_cpu", "--arms", "moe"], "none of the model's 8 blocks"),
+        (["demo_cpu", "--steps", "0"], "--steps: expected a whole number of at least 1, got 0"),
+        (["demo_cpu", "--rounds", "x"], "--rounds"),
+        (["demo_cpu", "trainer.devices=2"], "write trainer.devices=1"),
+        (["demo_cpu", "model.vocab_size=100"], "at least 256"),
+        (["demo_cpu", "data.path=nowhere.txt"], "no such file or folder"),
+    ],
+)
+def test_what_cannot_work_is_one_line_and_leaves_nothing(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["profile", *words]) == 2
+    captured = capsys.readouterr()
+    assert said in captured.err
+    assert len(captured.err.splitlines()) == 1
+    assert list(Path.cwd().iterdir()) == []
+
+
+def test_a_profile_that_fails_is_a_record_and_takes_everything_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls, modules = 0, []
+    forward = BenchModule.forward
+
+    def failing(self: BenchModule, ids: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        modules[:] = [self]
+        if calls == 12:  # with regions under watch
+            raise RuntimeError("CUDA out of memory. Tried to allocate")
+        return forward(self, ids)
+
+    monkeypatch.setattr(BenchModule, "forward", failing)
+    recipe = str(tiny_recipe(tmp_path))
+    assert main(["profile", recipe, "--steps", "2", "--out", str(tmp_path / "out")]) == 1
+    assert "must fit" in capsys.readouterr().err
+    record = read_json(tmp_path / "out" / "profile.json")
+    assert (record["status"], "regions" in record) == ("oom", False)
+    for module in modules[0].modules():
+        assert "forward" not in module.__dict__
+        assert not module._forward_hooks
+        assert not module._forward_pre_hooks
+
+
+def test_several_devices_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"trainer\.devices: profile looks at one device, got 2"):
+        profile(load(str(tiny_recipe(tmp_path)), ["trainer.devices=2"]), None, tmp_path, Options())
