@@ -35,7 +35,7 @@ from .recipes import load
 from .records import SCHEMA, write_json
 from .schema import Recipe
 
-__all__ = ["ControlProbe", "check_device", "main", "run_arm"]
+__all__ = ["ControlProbe", "check_device", "failure", "main", "run_arm"]
 
 PROGRESS = "@step"
 """First word of a progress line on stdout: `@step DONE TOTAL`."""
@@ -166,8 +166,7 @@ def run_arm(
         trainer.fit(module, train, validation)
         record["status"] = "ok"
     except Exception as error:  # noqa: BLE001  an arm that fails is a row of the table, whatever failed it
-        record["status"] = "oom" if _is_oom(error) else "failed"
-        record["error"] = _last_line(error)
+        record["status"], record["error"] = failure(error)
         traceback.print_exc()
     _describe(record, module, monitor, probe, strategy)
     parts = notes.gather(record) if notes else None
@@ -258,6 +257,11 @@ def _is_oom(error: BaseException) -> bool:
 def _last_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[-1] if lines else 'no message'}"
+
+
+def failure(error: BaseException) -> tuple[str, str]:
+    """Status (`oom` or `failed`) and last line of an error, as a record holds them."""
+    return "oom" if _is_oom(error) else "failed", _last_line(error)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
