@@ -166,7 +166,8 @@ def run_arm(
         trainer.fit(module, train, validation)
         record["status"] = "ok"
     except Exception as error:  # noqa: BLE001  an arm that fails is a row of the table, whatever failed it
-        record["status"], record["error"] = failure(error)
+        record["status"] = "oom" if _is_oom(error) else "failed"
+        record["error"] = _last_line(error)
         traceback.print_exc()
     _describe(record, module, monitor, probe, strategy)
     parts = notes.gather(record) if notes else None

@@ -75,7 +75,7 @@ def noise_of(controls: Sequence[Run]) -> dict[str, Gap]:
 
 
 def judge_arm(runs: Sequence[Run], noise: Mapping[str, Gap]) -> list[Row]:
-    """A row for every tensor that differs in any run, the worst first: by ratio, then by norm."""
+    """A row for every tensor that differs in any run, the largest ratio first."""
     rows = []
     for name in dict.fromkeys(name for run in runs for name in run):
         gaps = [run.get(name, EQUAL) for run in runs]
@@ -85,7 +85,7 @@ def judge_arm(runs: Sequence[Run], noise: Mapping[str, Gap]) -> list[Row]:
             own = noise.get(name, EQUAL)
             ratio = 0.0 if differing < len(gaps) else math.inf if own.equal else max(_ratio(norm, own.norm), _ratio(peak, own.peak))
             rows.append(Row(name, differing, norm, peak, ratio))
-    return sorted(rows, key=lambda row: (row.ratio, row.norm), reverse=True)
+    return sorted(rows, key=lambda row: row.ratio, reverse=True)
 
 
 def _ratio(value: float, bound: float) -> float:

@@ -86,7 +86,8 @@ def describe(
 
 
 def _entry(arm: ArmRuns, tensors: Tensors, noise: Mapping[str, Gap], blocks: Sequence[str], rows: int) -> dict[str, Any]:
-    outside = [row for row in arm.rows if row.outside]
+    worst_first = sorted(arm.rows, key=lambda row: (row.outside, row.ratio, _relative(row.norm, tensors, row.name)), reverse=True)
+    outside = [row for row in worst_first if row.outside]
     verdict = "bit-equal" if not arm.rows else "outside" if outside else "within noise"
     return {
         "arm": arm.name,
@@ -110,7 +111,7 @@ def _entry(arm: ArmRuns, tensors: Tensors, noise: Mapping[str, Gap], blocks: Seq
                 _round(row.peak),
                 _round(row.ratio),
             ]
-            for row in arm.rows[:rows]
+            for row in worst_first[:rows]
         ],
     }
 
