@@ -23,6 +23,7 @@ lightning-gdn: selective activation recompute for Gated DeltaNet hybrid models, 
 
   lightning-gdn run RECIPE [key=value ...]        train one recipe with one plan
   lightning-gdn compare RECIPE [key=value ...]    train it once per memory configuration and compare
+  lightning-gdn parity RECIPE [key=value ...]     every label's losses and gradients against the untouched model's
   lightning-gdn labels [--model RECIPE]           labels, and what each frees on a recipe's model
   lightning-gdn profile RECIPE [key=value ...]    one training step region by region; what each label frees and costs
   lightning-gdn validate RECIPE [key=value ...]   check a recipe without training
@@ -35,8 +36,8 @@ examples:
   lightning-gdn labels --model demo_cpu
   lightning-gdn profile demo_cpu
 
-`lightning-gdn VERB --help` shows each verb. Exit codes: 0 done; 1 an arm failed, or on a CPU its losses differ from the control's;
-2 something you wrote cannot work (one line on stderr says what).
+`lightning-gdn VERB --help` shows each verb. Exit codes: 0 done; 1 an arm failed, or its losses (on a CPU; with parity also gradients)
+are not the control's; 2 something you wrote cannot work (one line on stderr says what).
 """
 
 
@@ -189,6 +190,52 @@ def _show(loaded: Any, result: dict[str, Any], folder: Path) -> bool:
     return sent
 
 
+def _parity(argv: Sequence[str]) -> int:
+    parser = _parser(
+        "parity",
+        "Run one training step under every arm, from the same bits, and compare losses and gradients with the untouched model's, tensor by tensor.",
+        "  lightning-gdn parity demo_cpu\n"
+        "  lightning-gdn parity recipes/qwen3_5_0_8b.yaml --arms gdn_conv,full trainer.precision=bf16-mixed data.seq_len=2048\n"
+        "  lightning-gdn parity demo_cpu --arms gdn_conv --plant conv@1     must end with exit code 1",
+    )
+    parser.add_argument("--arms", metavar="A,B,...", help="arms separated by commas (default: every label of the model, full, and compare.arms)")
+    parser.add_argument("--repeats", metavar="N", type=int, default=2, help="runs of the control, more if they differ (default: 2)")
+    parser.add_argument("--steps", metavar="N", type=int, default=0, help="optimizer steps of a run; then weights are compared too (default: 0)")
+    parser.add_argument("--micro-batches", metavar="N", type=int, default=1, help="micro-batches per step (default: 1)")
+    parser.add_argument("--nondeterministic", action="store_true", help="leave PyTorch's kernels as in training")
+    parser.add_argument("--plant", metavar="REGION[@BLOCK]", help="check the check: an error in that replay, which must be found (exit code 1)")
+    parser.add_argument("--out", metavar="DIR", help="folder of the check; new or empty (default: out_dir/NAME-TIME)")
+    given = parser.parse_intermixed_args(argv)
+    from .bench.compare import check_runnable, new_folder, prepare, split_arms
+    from .bench.data import check_vocabulary
+    from .bench.recipes import load
+
+    loaded = load(given.recipe, given.overrides)
+    check_vocabulary(loaded.recipe)
+    arms = None if given.arms is None else split_arms(given.arms)
+    from .bench.parity import ParityOptions, check, default_arms, in_fresh_process, model_layouts, needs_fresh_process, parity
+    from .bench.parity_report import caption, markdown, terminal_table
+
+    layouts = model_layouts(loaded.recipe)
+    arms = arms or prepare(default_arms(layouts, loaded.recipe.compare.arms))
+    text = check_runnable(loaded, arms)
+    options = ParityOptions(
+        repeats=given.repeats, steps=given.steps, micro_batches=given.micro_batches, deterministic=not given.nondeterministic, plant=given.plant
+    )
+    check(loaded, arms, options, layouts)
+    if needs_fresh_process(loaded.recipe, options):
+        return in_fresh_process(loaded, argv)
+    folder = new_folder(given.out, loaded)
+    record = parity(loaded, arms, folder, options, text=text, progress=lambda line: print(line, file=sys.stderr, flush=True))
+    console = _console()
+    console.print(terminal_table(record))
+    for line in caption(record):
+        console.print(line, markup=False, highlight=False)
+    (folder / "parity.md").write_text(markdown(record), encoding="utf-8")
+    console.print(f"written to {folder}: parity.json, parity.md, tensors.csv", markup=False, highlight=False)
+    return 1 if record["problems"] else 0
+
+
 def _labels(argv: Sequence[str]) -> int:
     parser = _parser(
         "labels",
@@ -320,6 +367,7 @@ def _recipes(argv: Sequence[str]) -> int:
 VERBS: dict[str, Callable[[Sequence[str]], int]] = {
     "run": _run,
     "compare": _compare,
+    "parity": _parity,
     "labels": _labels,
     "validate": _validate,
     "recipes": _recipes,

@@ -36,7 +36,7 @@ from .records import SCHEMA, write_json
 from .rivals import RivalCallback, without_a_trace
 from .schema import Recipe
 
-__all__ = ["ControlProbe", "check_device", "main", "run_arm"]
+__all__ = ["ControlProbe", "check_device", "failure", "main", "run_arm"]
 
 PROGRESS = "@step"
 """First word of a progress line on stdout: `@step DONE TOTAL`."""
@@ -259,6 +259,11 @@ def _is_oom(error: BaseException) -> bool:
 def _last_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[-1] if lines else 'no message'}"
+
+
+def failure(error: BaseException) -> tuple[str, str]:
+    """Status (`oom` or `failed`) and last line of an error, as a record holds them."""
+    return "oom" if _is_oom(error) else "failed", _last_line(error)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
