@@ -20,8 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from .region_fn import RegionFn
 from .regions import Mode
-from .replay import Meta, Region, RegionFn, ReplayCounter, RngState, Slot, in_replay, is_parameter, modified, pop_hooks, push_hooks, thread_state
+from .replay import Meta, Region, ReplayCounter, RngState, Slot, in_replay, is_parameter, modified, pop_hooks, push_hooks, thread_state
 
 __all__ = ["MIN_INTERNAL_BYTES", "Carry", "RegionFn", "Tape", "active_tape", "in_replay"]
 

@@ -19,7 +19,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ..replay import RegionFn, thread_state
+from ..region_fn import RegionFn
+from ..replay import thread_state
 
 __all__ = ["CONSUMERS", "Pending", "SegmentTape"]
 

@@ -16,12 +16,12 @@ PACKAGE = "lightning_gdn"
 
 LEVELS: tuple[frozenset[str], ...] = (
     frozenset({"regions", "labels", "plan"}),
-    frozenset({"replay", "tape", "ledger"}),
+    frozenset({"region_fn", "replay", "tape", "ledger"}),
     frozenset({"kernels", "models", "adapters"}),
     frozenset({"takeover", "inspection", "apply", "board"}),
     frozenset({"strategies", "_registration", "callbacks"}),
     frozenset({"bench", "recipes"}),
-    frozenset({"cli", "__main__"}),
+    frozenset({"cli", "measuring", "verb_support", "__main__"}),
 )
 """Units from the bottom up. A unit imports from its own level and from those below."""
 
@@ -32,7 +32,7 @@ EXTERNAL: dict[str, tuple[str, ...]] = {
     "wandb": ("bench.wandb_sink",),
     "transformers": ("adapters", "adapters.*", "kernels", "kernels.*", "bench.module"),
     "fla": ("adapters", "adapters.*", "kernels", "kernels.*", "bench.module"),
-    "lightning": ("strategies", "strategies.*", "callbacks", "callbacks.*", "bench", "bench.*", "cli"),
+    "lightning": ("strategies", "strategies.*", "callbacks", "callbacks.*", "bench", "bench.*", "cli", "measuring"),
     "torch": tuple(p for level in LEVELS[1:] for unit in sorted(level) for p in (unit, f"{unit}.*")),
     "pytorch_lightning": (),
     "callbacks": (),

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_gdn.apply import apply_plan
+from lightning_gdn.region_fn import RegionFn
 from lightning_gdn.regions import Mode
-from lightning_gdn.replay import RegionFn, RngState, in_replay, is_parameter
+from lightning_gdn.replay import RngState, in_replay, is_parameter
 from lightning_gdn.tape import Tape
 from tests.models import tiny_batch, tiny_qwen3_5
 
