@@ -100,18 +100,18 @@ def parity_verb(argv: Sequence[str]) -> int:
     args.add_argument("--plant", metavar="REGION[@BLOCK]", help="check the check: an error in that replay, which must be found (exit code 1)")
     args.add_argument("--out", metavar="DIR", help="folder of the check; new or empty (default: out_dir/NAME-TIME)")
     given = args.parse_intermixed_args(argv)
-    from .bench.compare import check_runnable, new_folder, prepare, split_arms
+    from .bench.compare import check_runnable, expand, new_folder, prepare, split_arms
     from .bench.data import check_vocabulary
     from .bench.recipes import load
 
     loaded = load(given.recipe, given.overrides)
     check_vocabulary(loaded.recipe)
-    arms = None if given.arms is None else split_arms(given.arms)
+    arms = None if given.arms is None else expand(loaded, split_arms(given.arms))
     from .bench.parity import ParityOptions, check, default_arms, in_fresh_process, model_layouts, needs_fresh_process, parity
     from .bench.parity_report import caption, markdown, terminal_table
 
     layouts = model_layouts(loaded.recipe)
-    arms = arms or prepare(default_arms(layouts, loaded.recipe.compare.arms))
+    arms = arms or expand(loaded, prepare(default_arms(layouts, loaded.recipe.compare.arms)))
     text = check_runnable(loaded, arms)
     options = ParityOptions(
         repeats=given.repeats, steps=given.steps, micro_batches=given.micro_batches, deterministic=not given.nondeterministic, plant=given.plant

@@ -36,7 +36,7 @@ from .records import SCHEMA, write_json
 from .rivals import RivalCallback, without_a_trace
 from .schema import Recipe
 
-__all__ = ["ControlProbe", "check_device", "failure", "main", "run_arm"]
+__all__ = ["ControlProbe", "check_device", "failure", "main", "make_trainer", "run_arm"]
 
 PROGRESS = "@step"
 """First word of a progress line on stdout: `@step DONE TOTAL`."""
@@ -157,12 +157,11 @@ def run_arm(
             strategy = GDNRecomputeStrategy([] if control else arm, kernels=recipe.plan.kernels)
         if progress is not None:
             callbacks.append(_Progress(progress, recipe.trainer.max_steps))
-        trainer = _trainer(recipe, device, strategy, callbacks, interactive, logger)
+        trainer = make_trainer(recipe, device, strategy, callbacks, interactive, logger)
         trainer.fit(module, train, validation)
         record["status"] = "ok"
     except Exception as error:  # noqa: BLE001  an arm that fails is a row of the table, whatever failed it
-        record["status"] = "oom" if _is_oom(error) else "failed"
-        record["error"] = _last_line(error)
+        record["status"], record["error"] = failure(error)
         traceback.print_exc()
     finally:
         if rival is not None:
@@ -187,7 +186,8 @@ def _monitor(recipe: Recipe, folder: Path | None, interactive: bool) -> MemoryMo
     )
 
 
-def _trainer(recipe: Recipe, device: str, strategy: Any, callbacks: list[L.Callback], interactive: bool, logger: Any) -> L.Trainer:
+def make_trainer(recipe: Recipe, device: str, strategy: Any, callbacks: list[L.Callback], interactive: bool, logger: Any) -> L.Trainer:
+    """Lightning's Trainer for a recipe; `strategy` None is Lightning's own."""
     config = recipe.trainer
     validates = bool(config.val_every)
     return L.Trainer(

@@ -26,6 +26,7 @@ from ..inspection import inspect_model
 from ..labels import LABELS, parse_arm
 from ..regions import BlockLayout
 from .arm import check_device, failure
+from .arms import Rival, parse
 from .compare import child_environment
 from .data import Text, read_text
 from .environment import collect
@@ -38,6 +39,7 @@ from .parity_rig import CUBLAS, CUBLAS_VALUES, KernelSetting, Rig, cublas_is_det
 from .plant import Plant, parse_plant, planted, replayed_by
 from .recipes import Loaded, write_yaml
 from .records import SCHEMA, write_json
+from .rivals import install
 from .schema import Recipe
 
 __all__ = [
@@ -76,8 +78,9 @@ class ParityOptions:
 
 
 def open_arm(model: nn.Module, arm: str, kernels: str) -> AbstractContextManager[Any]:
-    """An arm that is a plan; the control too, which installs nothing under stock kernels."""
-    return apply_plan(model, parse_arm(arm), kernels=kernels)
+    """An arm that is a plan, or a rival; the control too, which installs nothing under stock kernels."""
+    chosen = parse(arm)
+    return install(model, chosen, kernels=kernels) if isinstance(chosen, Rival) else apply_plan(model, chosen, kernels=kernels)
 
 
 def model_layouts(recipe: Recipe) -> tuple[BlockLayout, ...]:
@@ -94,7 +97,7 @@ def default_arms(layouts: Sequence[BlockLayout], arms: Sequence[str]) -> list[st
         try:
             selection = parse_arm(arm)
             found.setdefault((frozenset(selection.labels), selection.full), arm)
-        except ValueError:  # an arm of another grammar; what it means is checked by `check_runnable`
+        except ValueError:  # a rival; what it means is checked by `check_runnable`
             found.setdefault(arm, arm)
     return list(found.values())
 

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.table import Table
 
+from .arms import is_rival
+
 __all__ = ["caption", "cells", "markdown", "terminal_table"]
 
 HEAD = ("arm", "verdict", "bit-equal", "worst tensor", "difference", "control's own", "× own", "replayed")
@@ -30,7 +32,7 @@ def cells(entry: Mapping[str, Any], tensors: int) -> list[str]:
     """One arm as text, in the order of `HEAD`."""
     if entry["status"] != "ok":
         return [entry["arm"], entry["verdict"], *[NOTHING] * (len(HEAD) - 2)]
-    replayed = ", ".join(f"{region} {count}" for region, count in entry["replayed"].items()) or "nothing"
+    replayed = ", ".join(f"{region} {count}" for region, count in entry["replayed"].items()) or ("-" if is_rival(entry["arm"]) else "nothing")
     verdict = entry["verdict"].upper() if entry["outside"] else entry["verdict"]
     worst = entry["rows"][0] if entry["rows"] else None
     shown = [NOTHING] * 4 if worst is None else [worst[0], _percent(worst[1]), _percent(worst[2]), _ratio(worst[4])]

@@ -20,7 +20,8 @@ from ..inspection import inspect_model
 from ..labels import LABELS
 from ..ledger import LedgerRow
 from ..regions import REGIONS
-from .arm import _is_oom, _last_line, _trainer, check_device
+from .arm import check_device, failure, make_trainer
+from .arms import is_rival
 from .compare import check_runnable
 from .data import Text, check_vocabulary, make_loaders
 from .environment import collect
@@ -44,7 +45,7 @@ def default_arms(loaded: Loaded) -> tuple[list[str], list[str]]:
     """(labels that apply to the recipe's model, `full` and the recipe's own arms; labels that do not apply)."""
     present = {region for layout in inspect_model(meta_model(loaded.recipe)).layouts for region in layout.regions}
     fits = [name for name, label in LABELS.items() if present.intersection(region for region, _ in label.modes)]
-    arms = dict.fromkeys([*fits, "full", *loaded.recipe.compare.arms])
+    arms = dict.fromkeys([*fits, "full", *(arm for arm in loaded.recipe.compare.arms if not is_rival(arm))])
     return [arm for arm in arms if arm != CONTROL], [name for name in LABELS if name not in fits]
 
 
@@ -60,7 +61,7 @@ def profile(
     """Profile the recipe and write `profile.json` into `folder`.
 
     Args:
-        arms: whose memory and cost to measure; by default every label that applies, `full`, and the recipe's `compare.arms`.
+        arms: whose memory and cost to measure; by default every label that applies, `full`, and the labels of the recipe's `compare.arms`.
         text: what `refuse` returned, if it was called already.
         progress: show Lightning's progress bar.
 
@@ -94,7 +95,7 @@ def profile(
     module = make_module(recipe)
     try:
         train, _ = make_loaders(text, recipe)
-        trainer = _trainer(recipe, device, None, [session], progress, False)
+        trainer = make_trainer(recipe, device, None, [session], progress, False)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FreesNothingWarning)  # the table says it
             trainer.fit(module, train)
@@ -103,7 +104,7 @@ def profile(
         record |= {"status": "ok", "losses_hex": [float(loss).hex() for loss in module.losses]}
         record |= describe(session.measured, recipe.trainer.accumulate_grad_batches, arms)
     except Exception as error:  # noqa: BLE001  as in a comparison, a profile that fails is a record too
-        record["status"], record["error"] = "oom" if _is_oom(error) else "failed", _last_line(error)
+        record["status"], record["error"] = failure(error)
         traceback.print_exc()
     write_json(folder / "profile.json", record)
     return record
@@ -116,6 +117,9 @@ def refuse(loaded: Loaded, arms: Sequence[str] | None) -> Text:
         UserError: the first problem found.
     """
     check_vocabulary(loaded.recipe)
+    for arm in arms or ():
+        if is_rival(arm):
+            raise UserError(f"--arms: a profile measures labels region by region, got the rival {arm!r}; compare it with lightning-gdn compare")
     return check_runnable(replace(loaded, recipe=_single_run(loaded.recipe)), default_arms(loaded)[0] if arms is None else arms)
 
 

@@ -210,6 +210,12 @@ class Installed:
                 counter.remove()
         return self._count.total
 
+    def __enter__(self) -> Installed:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.undo()
+
     def undo(self) -> None:
         """Take the rival back. Calling it again does nothing."""
         while self._undo:
