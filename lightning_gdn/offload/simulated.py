@@ -53,8 +53,8 @@ class _Memory:
 
     __slots__ = ("bytes", "freed")
 
-    def __init__(self, nbytes: int) -> None:
-        self.bytes: Bytes = np.full(nbytes, POISON, dtype=np.uint8)
+    def __init__(self, content: Bytes) -> None:
+        self.bytes = content
         self.freed = False
 
     def free(self) -> None:
@@ -87,6 +87,7 @@ class SimulatedBackend:
         self._streams = [self.d2h, self.h2d, self.compute]
         self._current = self.compute
         self._memory: dict[int, _Memory] = {}  # by address, while the storage on it lives
+        self._cached: dict[tuple[int, int], list[Bytes]] = {}  # (stream, size) -> freed memory, for that stream to use again at once
 
     def stream(self, name: str) -> SimulatedStream:
         """Another compute stream."""
@@ -156,7 +157,9 @@ class SimulatedBackend:
             if nbytes > self.room:
                 raise torch.OutOfMemoryError(f"simulated device: {nbytes} bytes asked for, {self.room} left")
             self.room -= nbytes
-        return self._allocate(nbytes, lambda memory: self._free(memory, stream))
+        cached = self._cached.get((id(stream), nbytes))
+        content = cached.pop() if cached else np.full(nbytes, POISON, dtype=np.uint8)
+        return self._allocate(content, lambda memory: self._free(memory, stream))
 
     def done(self, event: Event) -> bool:
         self._progress()
@@ -174,7 +177,7 @@ class SimulatedBackend:
             if nbytes > self.host_room:
                 return None
             self.host_room -= nbytes
-        return self._allocate(nbytes, lambda memory: None), nbytes
+        return self._allocate(np.full(nbytes, POISON, dtype=np.uint8), lambda memory: None), nbytes
 
     def unpin(self, buffer: Tensor) -> None:
         memory = self._under(buffer)
@@ -213,8 +216,8 @@ class SimulatedBackend:
     def _under(self, tensor: Tensor) -> _Memory:
         return self._memory[tensor.untyped_storage().data_ptr()]
 
-    def _allocate(self, nbytes: int, freed: Callable[[_Memory], None]) -> Tensor:
-        memory = _Memory(nbytes)
+    def _allocate(self, content: Bytes, freed: Callable[[_Memory], None]) -> Tensor:
+        memory = _Memory(content)
         window = memory.bytes[:]  # what the storage owns: when that dies, the memory is free
         address = window.ctypes.data
 
@@ -229,6 +232,7 @@ class SimulatedBackend:
     def _free(self, memory: _Memory, stream: SimulatedStream) -> None:
         """Device memory came back: whatever its stream does from here on may write there."""
         stream.queue.append(memory.free)  # no progress: this runs wherever the last reference happens to die
+        self._cached.setdefault((id(stream), memory.bytes.nbytes), []).append(memory.bytes)
         if self.room is not None:
             self.room += memory.bytes.nbytes
 

@@ -45,7 +45,8 @@ class Copy:
     )
 
     def __init__(self, nbytes: int, buffer: Buffer, stream: Stream, source: Tensor, handles: int) -> None:
-        self.nbytes, self.buffer, self.stream, self.handles = nbytes, buffer, stream, handles
+        self.nbytes, self.stream, self.handles = nbytes, stream, handles
+        self.buffer: Buffer | None = buffer
         self.source: Tensor | None = source
         self.version = None if source.is_inference() else source._version
         self.edited = False
@@ -102,6 +103,7 @@ class Transfers:
     def back(self, copy: Copy, stream: Stream, *, late: bool) -> None:
         """Enqueue the reload into memory of `stream`; `OutOfMemoryError` leaves everything as it was."""
         backend, recorder = self._backend, self._recorder
+        assert copy.buffer is not None
         target = backend.empty(copy.nbytes, stream)
         backend.wait(backend.h2d, backend.record(stream))
         backend.wait(backend.h2d, copy.out)
@@ -109,8 +111,11 @@ class Transfers:
         copy.device, copy.owner, copy.pending = target, stream, True
         try:
             backend.copy(backend.h2d, target, copy.buffer.memory[: copy.nbytes])
-        finally:
             copy.arrived = copy.ready = backend.record(backend.h2d, timing=recorder.timing)
+        except BaseException:
+            copy.arrived = copy.ready = backend.record(backend.h2d)
+            self.drop(copy)
+            raise
         recorder.span("copy_in", start, copy.arrived, copy.nbytes)
         recorder.add("bytes_in", copy.nbytes)
         recorder.add("copies_in")
@@ -150,7 +155,9 @@ class Transfers:
         """The ticket is dead: let everything go, in order."""
         self.let_go([copy])
         self.drop(copy)
+        assert copy.buffer is not None
         self._pool.release(copy.buffer, copy.ready)
+        copy.buffer = None
 
     def _wait(self, stream: Stream, event: Event, name: str) -> None:
         before = self._recorder.mark(stream)
