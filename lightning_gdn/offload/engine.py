@@ -74,7 +74,10 @@ class _Pass:
 
 
 class Block:
-    """One call of one block in forward; a context manager around it. It holds no tensor, so a graph may hold it."""
+    """One call of one block in forward; a context manager around it. It holds no tensor, so a graph may hold it.
+
+    Entering it raises `RuntimeError` while the current stream is being captured into a CUDA graph.
+    """
 
     __slots__ = ("index", "_count", "_engine", "_pass", "_shelf", "_moving", "_seen")
 
@@ -103,9 +106,6 @@ class Block:
 
         Returns:
             The ticket; None if the storage stays on the device (counted by reason: size, resident block, budget, pool full, cannot move).
-
-        Raises:
-            RuntimeError: the current stream is being captured into a CUDA graph.
         """
         return self._engine._offer(self, source, handles)
 
@@ -184,6 +184,7 @@ class Engine:
 
     def _enter(self, block: Block) -> None:
         with self._lock:
+            self._refuse_capture()
             if block._pass.started is None:
                 block._pass.started = self._recorder.mark(self._backend.current())
 
@@ -236,7 +237,6 @@ class Engine:
             recorder.add("eligible_bytes", nbytes)
             forward.eligible += nbytes
             if forward.budget.admit(nbytes):
-                self._refuse_capture()
                 return True
             recorder.skip("budget", nbytes)
         return False
