@@ -123,11 +123,16 @@ class Engine:
         config: what to move.
         timing: take times by events (about ten microseconds of host time per storage and step).
         reduce_min: for `fraction="auto"` on several ranks, the smallest of a number over them; called in `step_statistics`.
+
+    Raises:
+        ValueError: `fraction="auto"` without timing.
     """
 
     def __init__(
         self, backend: CopyBackend, config: OffloadConfig, *, timing: bool = True, reduce_min: Callable[[float], float] | None = None
     ) -> None:
+        if config.fraction == "auto" and not timing:
+            raise ValueError("offload: fraction='auto' measures copies and compute, got timing=False; give a number or leave timing on")
         self.config, self._backend = config, backend
         self.auto = (AutoFraction(reduce_min) if reduce_min else AutoFraction()) if config.fraction == "auto" else None
         self.fraction = 1.0 if self.auto is not None else float(config.fraction)
@@ -346,5 +351,5 @@ class Engine:
             block, copy = ticket._block, ticket._copy
             event = self._recorder.mark(self._backend.current()) if kind == "use" else copy.out if kind == "out" else copy.arrived
             self.timeline.append(
-                TimelineEntry(kind=kind, forward=block._pass.number, block=block.index, during=during, ticket=ticket.number, end=event)
+                TimelineEntry(kind=kind, forward=block._pass.number, block=block.index, during=during, ticket=ticket.number, ready=event)
             )

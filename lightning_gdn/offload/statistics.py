@@ -99,9 +99,8 @@ class TimelineEntry:
     during: int
     """Block that was running when this was enqueued; `during - block` is the lead of a reload."""
     ticket: int
-    start: Event = field(repr=False, default=None)
-    end: Event = field(repr=False, default=None)
-    """Timing events: of the copy, or (`use`) before and after the wait of the compute stream. `end` of a reload is when its data is ready."""
+    ready: Event = field(repr=False, compare=False, default=None)
+    """Event: the copy is done, or (`use`) compute may go on. `backend.elapsed_ms` of two of them once both were reached."""
 
 
 class Recorder:

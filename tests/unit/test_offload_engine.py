@@ -399,6 +399,11 @@ def test_auto_settles_where_the_copies_hide(tasks: dict[str, Any]) -> None:
     assert history[-1].bytes_out <= engine.fraction * history[-1].eligible_bytes
 
 
+def test_auto_needs_times() -> None:
+    with pytest.raises(ValueError, match="fraction='auto' measures copies and compute, got timing=False"):
+        Engine(SimulatedBackend(), OffloadConfig(labels=("mlp",), fraction="auto"), timing=False)
+
+
 def test_two_hundred_steps_of_changing_lengths_stay_under_the_cap(tasks: dict[str, Any]) -> None:
     cap = 10 * 4096
     engine = make(max_pinned_gib=cap / 2**30)
