@@ -16,7 +16,9 @@ PACKAGE = "lightning_gdn"
 
 LEVELS: tuple[frozenset[str], ...] = (
     frozenset({"regions", "labels", "plan"}),
-    frozenset({"region_fn", "replay", "tape", "ledger"}),
+    frozenset({"region_fn", "replay"}),
+    frozenset({"offload"}),
+    frozenset({"tape", "ledger"}),
     frozenset({"kernels", "models", "adapters"}),
     frozenset({"takeover", "inspection", "apply", "board"}),
     frozenset({"strategies", "_registration", "callbacks"}),

@@ -1,0 +1,355 @@
+"""The engine: which storage moves when. Forward offers storages block by block, backward fetches them, reloads run one block ahead.
+
+Every forward pass has a list of its own, of weak references to its live tickets; that list, not an earlier step, says what to reload
+next. So shapes may change in any step, evaluation may come first, several forwards may precede a backward, and an abandoned forward
+vanishes with its tickets.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from .budget import AutoFraction, Budget
+from .config import OffloadConfig
+from .copies import CopyBackend, Event, storage_of
+from .pool import Pool
+from .statistics import Recorder, StepStatistics, TimelineEntry
+from .transfers import Copy, Transfers
+
+__all__ = ["Block", "Engine", "HostCopy"]
+
+_graph_task: Callable[[], int] = torch._C._current_graph_task_id
+
+
+def _at_end_of_backward(call: Callable[[], None]) -> None:
+    torch.autograd.Variable._execution_engine.queue_callback(call)
+
+
+class HostCopy:
+    """Ticket of one storage that moved. Whoever holds it can have the storage back; when the last holder lets it go, the host buffer returns."""
+
+    __slots__ = ("_engine", "_block", "_copy", "number", "__weakref__")
+
+    def __init__(self, engine: Engine, block: Block, copy: Copy, number: int) -> None:
+        self._engine, self._block, self._copy, self.number = engine, block, copy, number
+        weakref.finalize(self, engine._dead.append, copy).atexit = False  # only an append: it may run anywhere, also under the engine's lock
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the storage."""
+        return self._copy.nbytes
+
+    def fetch(self) -> torch.UntypedStorage:
+        """The storage on the device, for one handle, on the stream that is current in this thread. Rebuild views with `view_of`.
+
+        Call it once per handle and backward; the handles of one backward share one reload. A further call, or a second backward over the same
+        graph, reloads again.
+
+        Raises:
+            RuntimeError: the source was edited in place while it was being copied, or the stream is being captured into a CUDA graph.
+            torch.OutOfMemoryError: no room for the reload; a later fetch can succeed.
+        """
+        return self._engine._fetch(self)
+
+
+class _Pass:
+    """One forward pass: what it moved, block by block."""
+
+    __slots__ = ("number", "shelves", "outgoing", "budget", "last", "task", "reached", "started", "turned", "eligible")
+
+    def __init__(self, number: int, fraction: float) -> None:
+        self.number, self.budget, self.last, self.eligible = number, Budget(fraction), -1, 0
+        self.shelves: list[tuple[int, list[weakref.ref[HostCopy]]]] = []
+        self.outgoing: deque[tuple[int, list[Copy]]] = deque()  # blocks whose sources are still held
+        self.task, self.reached = -2, -1  # the backward that prefetched last, and the block it had reached
+        self.started: Event | None = None
+        self.turned: Event | None = None
+
+
+class Block:
+    """One call of one block in forward; a context manager around it. It holds no tensor, so a graph may hold it.
+
+    Entering it raises `RuntimeError` while the current stream is being captured into a CUDA graph.
+    """
+
+    __slots__ = ("index", "_count", "_engine", "_pass", "_shelf", "_moving", "_seen")
+
+    def __init__(self, engine: Engine, forward: _Pass, index: int, count: int) -> None:
+        self.index, self._count, self._engine, self._pass = index, count, engine, forward
+        self._shelf: list[weakref.ref[HostCopy]] = []
+        self._moving: list[Copy] = []
+        self._seen: dict[int, tuple[StorageWeakRef, weakref.ref[HostCopy] | None]] = {}
+
+    def __enter__(self) -> Block:
+        self._engine._enter(self)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._engine._leave(self, failed=exc[0] is not None)
+
+    def offer(self, source: Tensor, handles: int = 1) -> HostCopy | None:
+        """Move the whole storage under `source` to the host, if it may move. Call it inside the block's context.
+
+        The copy is enqueued behind what the current stream has been given. The engine keeps `source` (detached, please: a graph would be
+        kept with it) until the copy is done; the caller drops it at once. The same storage offered again gives the same ticket.
+
+        Args:
+            source: any tensor over the storage.
+            handles: how many saved tensors will fetch it in one backward.
+
+        Returns:
+            The ticket; None if the storage stays on the device (counted by reason: size, resident block, budget, pool full, cannot move).
+        """
+        return self._engine._offer(self, source, handles)
+
+    def backward(self, _: object = None) -> None:
+        """This block's backward begins: enqueue the reloads of the blocks before it. `fetch` calls it too; a hook on the gradient of the
+        block's output calls it for blocks that moved nothing themselves. Calls after the first of a backward do nothing."""
+        self._engine._turn(self)
+
+
+class Engine:
+    """Offload of one device. All methods may be called from any thread.
+
+    Args:
+        backend: `CudaBackend(device)`, or `SimulatedBackend()` on a CPU.
+        config: what to move.
+        timing: take times by events (about ten microseconds of host time per storage and step).
+        reduce_min: for `fraction="auto"` on several ranks, the smallest of a number over them; called in `step_statistics`.
+
+    Raises:
+        ValueError: `fraction="auto"` without timing.
+    """
+
+    def __init__(
+        self, backend: CopyBackend, config: OffloadConfig, *, timing: bool = True, reduce_min: Callable[[float], float] | None = None
+    ) -> None:
+        if config.fraction == "auto" and not timing:
+            raise ValueError("offload: fraction='auto' measures copies and compute, got timing=False; give a number or leave timing on")
+        self.config, self._backend = config, backend
+        self.auto = (AutoFraction(reduce_min) if reduce_min else AutoFraction()) if config.fraction == "auto" else None
+        self.fraction = 1.0 if self.auto is not None else float(config.fraction)
+        self.pool = Pool(backend, config.max_pinned_bytes)
+        self.timeline: list[TimelineEntry] | None = None
+        """Set it to a list to have every enqueued copy and every use written down."""
+        self._recorder = Recorder(backend, timing=timing)
+        self._transfers = Transfers(backend, self.pool, self._recorder)
+        self._lock = threading.Lock()
+        self._dead: deque[Copy] = deque()  # of tickets that nobody holds any more
+        self._threads = threading.local()  # `forward`: the pass this thread is in
+        self._ending: dict[int, list[weakref.ref[HostCopy]]] = {}  # backward -> tickets that may have a reload on the device
+        self._passes = self._tickets = 0
+
+    def block(self, index: int, count: int) -> Block:
+        """Context of one call of block `index` of `count` in forward. A forward pass begins where the index does not rise."""
+        with self._lock:
+            self._collect()
+            forward: _Pass | None = getattr(self._threads, "forward", None)
+            if forward is None or index <= forward.last:
+                if forward is not None:
+                    self._release(forward, forward.last + 1)  # it ended early
+                self._passes += 1
+                forward = self._threads.forward = _Pass(self._passes, self.fraction)
+            forward.last = index
+            return Block(self, forward, index, count)
+
+    def step_statistics(self) -> StepStatistics:
+        """Snapshot of everything since the last call, and reset. Call it once per optimizer step, on every rank: with `fraction="auto"`
+        it also decides the next step's fraction, together with the other ranks."""
+        with self._lock:
+            self._collect()
+            for task in list(self._ending):  # left by a backward that raised
+                self._end(task)
+            statistics = self._recorder.snapshot(self.pool, self.fraction)
+        if self.auto is not None:
+            self.fraction = self.auto.observe(statistics)
+        return statistics
+
+    def close(self) -> None:
+        """Give idle pinned memory back to the machine. The engine stays usable; buffers of live tickets stay theirs."""
+        with self._lock:
+            self._collect()
+            self.pool.close()
+
+    def collect(self) -> None:
+        """Take back what dead tickets held. Every other call does this first; call it before reading `pool`, or after catching an OOM."""
+        with self._lock:
+            self._collect()
+
+    def _collect(self) -> None:
+        while self._dead:
+            self._transfers.retire(self._dead.popleft())
+
+    def _enter(self, block: Block) -> None:
+        with self._lock:
+            self._refuse_capture()
+            if block._pass.started is None:
+                block._pass.started = self._recorder.mark(self._backend.current())
+
+    def _leave(self, block: Block, *, failed: bool) -> None:
+        with self._lock:
+            forward, last = block._pass, block.index >= block._count - 1
+            block._seen.clear()
+            if block._shelf:
+                forward.shelves.append((block.index, block._shelf))
+                forward.outgoing.append((block.index, block._moving))
+            block._moving = []
+            self._release(forward, block.index + 1 if last or failed else block.index - self.config.release_blocks + 1)
+            if last and not failed:
+                self._recorder.span("forward", forward.started, self._recorder.mark(self._backend.current()), forward.eligible)
+
+    def _release(self, forward: _Pass, before: int) -> None:
+        """Let the sources of all blocks below `before` go."""
+        copies: list[Copy] = []
+        while forward.outgoing and forward.outgoing[0][0] < before:
+            copies += forward.outgoing.popleft()[1]
+        self._transfers.let_go(copies)
+
+    def _offer(self, block: Block, source: Tensor, handles: int) -> HostCopy | None:
+        with self._lock:
+            self._collect()
+            storage = storage_of(source, self._backend.device)
+            if storage is None:
+                self._recorder.skip("ineligible", source.numel() * source.element_size() if source.layout is torch.strided else 0)
+                return None
+            seen = block._seen.get(storage._cdata)
+            if seen is not None:
+                if seen[1] is None:
+                    return None
+                ticket = seen[1]()
+                if ticket is not None:
+                    ticket._copy.handles += handles
+                    return ticket
+            ticket = self._move(block, source, storage, handles) if self._admit(block, storage.nbytes()) else None
+            # The weak reference to the storage pins its identity: were it to die inside the block, its address could come back as another one.
+            block._seen[storage._cdata] = StorageWeakRef(storage), None if ticket is None else weakref.ref(ticket)
+            return ticket
+
+    def _admit(self, block: Block, nbytes: int) -> bool:
+        recorder, forward = self._recorder, block._pass
+        if nbytes < self.config.min_bytes:
+            recorder.skip("min_bytes", nbytes)
+        elif block.index >= block._count - self.config.resident_last_blocks:
+            recorder.skip("resident", nbytes)
+        else:
+            recorder.add("eligible_bytes", nbytes)
+            forward.eligible += nbytes
+            if forward.budget.admit(nbytes):
+                return True
+            recorder.skip("budget", nbytes)
+        return False
+
+    def _move(self, block: Block, source: Tensor, storage: torch.UntypedStorage, handles: int) -> HostCopy | None:
+        copy = self._transfers.out(source, storage, handles)
+        if copy is None:
+            self._recorder.add("fallbacks")
+            self._recorder.add("fallback_bytes", storage.nbytes())
+            return None
+        self._tickets += 1
+        ticket = HostCopy(self, block, copy, self._tickets)
+        block._shelf.append(weakref.ref(ticket))
+        block._moving.append(copy)
+        self._note("out", ticket, block.index)
+        return ticket
+
+    def _fetch(self, ticket: HostCopy) -> torch.UntypedStorage:
+        with self._lock:
+            self._collect()
+            self._refuse_capture()
+            task, copy, index = _graph_task(), ticket._copy, ticket._block.index
+            self._prefetch(ticket._block, task)
+            self._begin(ticket, task)
+            arrived = copy.arrived
+            storage = self._transfers.serve(copy)
+            if copy.arrived is not arrived:
+                self._note("in", ticket, index)
+            self._note("use", ticket, index)
+            return storage
+
+    def _turn(self, block: Block) -> None:
+        with self._lock:
+            self._collect()
+            self._prefetch(block, _graph_task())
+
+    def _prefetch(self, block: Block, task: int) -> None:
+        """Once per backward and block: enqueue what is left of its own reloads and those of the nearest blocks before it, last first."""
+        forward = block._pass
+        if forward.task == task and forward.reached <= block.index:
+            return
+        mark = self._recorder.mark(self._backend.current())
+        if forward.task == task:
+            self._recorder.span("backward", forward.turned, mark)
+            self._forget(forward, block.index, forward.reached)
+        forward.task, forward.reached, forward.turned = task, block.index, mark
+        wanted = self.config.prefetch_blocks
+        for index, shelf in reversed(forward.shelves):
+            live = [ticket for reference in shelf if (ticket := reference()) is not None] if index <= block.index else []
+            for ticket in reversed(live):
+                copy = ticket._copy
+                if copy.source is not None or copy.device is not None or (copy.task == task and copy.left <= 0):
+                    continue
+                try:
+                    self._transfers.back(copy, copy.stream, late=index == block.index)
+                except torch.OutOfMemoryError:  # not needed yet; what this block's backward frees may be enough
+                    self._recorder.add("prefetch_oom")
+                    return
+                self._begin(ticket, task)
+                self._note("in", ticket, block.index)
+            wanted -= bool(live) and index < block.index
+            if not wanted:
+                return
+
+    def _forget(self, forward: _Pass, below: int, reached: int) -> None:
+        """Reloads of blocks whose backward is over, where a handle was never asked for (a frozen weight's input): let them go now."""
+        for index, shelf in forward.shelves:
+            if below < index <= reached:
+                for reference in shelf:
+                    ticket = reference()
+                    if ticket is not None:
+                        self._transfers.drop(ticket._copy)
+
+    def _begin(self, ticket: HostCopy, task: int) -> None:
+        """First touch of a ticket in a backward: its handles are all to be served, and what is left goes when the backward ends."""
+        copy = ticket._copy
+        if copy.task == task:
+            return
+        copy.task, copy.left = task, copy.handles
+        if task < 0:  # fetched outside a backward, by a debugger or a test
+            return
+        if task not in self._ending:
+            self._ending[task] = []
+            _at_end_of_backward(lambda: self._ended(task))
+        self._ending[task].append(weakref.ref(ticket))
+
+    def _ended(self, task: int) -> None:
+        with self._lock:
+            self._collect()
+            self._end(task)
+
+    def _end(self, task: int) -> None:
+        for reference in self._ending.pop(task, ()):
+            ticket = reference()
+            if ticket is not None and ticket._copy.task == task:
+                self._transfers.drop(ticket._copy)
+
+    def _refuse_capture(self) -> None:
+        if self._backend.capturing():
+            raise RuntimeError(
+                "offload: the current stream is being captured into a CUDA graph, got a training step inside torch.cuda.graph, expected an eager "
+                "one: host buffers and waits differ from step to step and cannot be replayed. Take the blocks out of the graph or switch offload off"
+            )
+
+    def _note(self, kind: str, ticket: HostCopy, during: int) -> None:
+        if self.timeline is not None:
+            block, copy = ticket._block, ticket._copy
+            event = self._recorder.mark(self._backend.current()) if kind == "use" else copy.out if kind == "out" else copy.arrived
+            self.timeline.append(
+                TimelineEntry(kind=kind, forward=block._pass.number, block=block.index, during=during, ticket=ticket.number, ready=event)
+            )

@@ -1,0 +1,164 @@
+"""What offload did and cost: counts by the host, times by events that are read only once they were reached."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from .copies import CopyBackend, Event, Stream
+from .pool import Pool
+
+__all__ = ["Recorder", "StepStatistics", "TimelineEntry"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepStatistics:
+    """Offload between two calls of `Engine.step_statistics`, on one rank.
+
+    Counts are exact for the step. Times appear once the device has reached them, at the latest a step or so later: over a run the sums
+    are right, and no step waits for them.
+    """
+
+    fraction: float
+    bytes_out: int
+    """Copied to the host."""
+    bytes_in: int
+    """Copied back."""
+    copies_out: int
+    copies_in: int
+    late: int
+    """Of `copies_in`: enqueued only when they were needed, not ahead."""
+    from_source: int
+    """Reloads that needed no copy, since the source was still on the GPU."""
+    eligible_bytes: int
+    """What could have moved: large enough and in no resident block."""
+    fallbacks: int
+    fallback_bytes: int
+    """Kept on the GPU because the pool was full."""
+    skipped: dict[str, int]
+    """Bytes kept on the GPU by intent: `min_bytes`, `resident`, `budget`, `ineligible`."""
+    prefetch_oom: int
+    """Reloads ahead that found no room on the GPU and were left for the time of their use."""
+    pinned_held: int
+    pinned_in_use: int
+    pinned_peak: int
+    """Largest `pinned_in_use` in the step, bytes."""
+    buffers_in_use: int
+    copy_out_ms: float = 0.0
+    copy_in_ms: float = 0.0
+    timed_bytes_out: int = 0
+    """The bytes that `copy_out_ms` is the time of."""
+    timed_bytes_in: int = 0
+    stall_out_ms: float = 0.0
+    """Time for which compute waited in forward for a copy out, so that its source could go."""
+    stall_in_ms: float = 0.0
+    """Time for which compute waited in backward for a reload."""
+    forward_ms: float = 0.0
+    """From the first block's start to the last block's end, stalls included, over all forward passes timed."""
+    backward_ms: float = 0.0
+    """From the first block's backward to the start of the last one's."""
+    timed_eligible_bytes: int = 0
+    """The eligible bytes of the passes that `forward_ms` is the time of."""
+
+    @property
+    def out_gb_s(self) -> float | None:
+        """Rate of the copies out, 10⁹ bytes per second; None where nothing was timed."""
+        return self.timed_bytes_out / self.copy_out_ms / 1e6 if self.copy_out_ms > 0 else None
+
+    @property
+    def in_gb_s(self) -> float | None:
+        """Rate of the copies back, 10⁹ bytes per second; None where nothing was timed."""
+        return self.timed_bytes_in / self.copy_in_ms / 1e6 if self.copy_in_ms > 0 else None
+
+    @property
+    def stall_ms(self) -> float:
+        """Time for which compute waited for copies."""
+        return self.stall_out_ms + self.stall_in_ms
+
+    @property
+    def hidden_share(self) -> float | None:
+        """Share of the copy time that compute did not wait for; None where nothing was timed."""
+        copies = self.copy_out_ms + self.copy_in_ms
+        return max(0.0, 1 - self.stall_ms / copies) if copies > 0 else None
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-able."""
+        return {**asdict(self), "out_gb_s": self.out_gb_s, "in_gb_s": self.in_gb_s, "stall_ms": self.stall_ms, "hidden_share": self.hidden_share}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimelineEntry:
+    """One event in a ticket's life. Entries are in the host's order of enqueueing."""
+
+    kind: str
+    """`out` (copy out enqueued), `in` (reload enqueued), `use` (fetched)."""
+    forward: int
+    """Number of the forward pass."""
+    block: int
+    """Block the ticket belongs to."""
+    during: int
+    """Block that was running when this was enqueued; `during - block` is the lead of a reload."""
+    ticket: int
+    ready: Event = field(repr=False, compare=False, default=None)
+    """Event: the copy is done, or (`use`) compute may go on. `backend.elapsed_ms` of two of them once both were reached."""
+
+
+class Recorder:
+    """Counters of one engine since the last snapshot."""
+
+    def __init__(self, backend: CopyBackend, *, timing: bool) -> None:
+        self._backend, self.timing = backend, timing
+        self.counts: dict[str, int] = {}
+        self.skipped: dict[str, int] = {}
+        self._spans: list[tuple[str, Event, Event, int]] = []
+
+    def add(self, name: str, amount: int = 1) -> None:
+        """Count."""
+        self.counts[name] = self.counts.get(name, 0) + amount
+
+    def skip(self, reason: str, nbytes: int) -> None:
+        """Count bytes that stay by intent."""
+        self.skipped[reason] = self.skipped.get(reason, 0) + nbytes
+
+    def mark(self, stream: Stream) -> Event | None:
+        """A timing event, if times are taken."""
+        return self._backend.record(stream, timing=True) if self.timing else None
+
+    def span(self, name: str, start: Event | None, end: Event | None, nbytes: int = 0) -> None:
+        """A time to be read later; `name` is `copy_out`, `copy_in`, `stall_out`, `stall_in`, `forward` or `backward`."""
+        if start is not None and end is not None:
+            self._spans.append((name, start, end, nbytes))
+
+    def snapshot(self, pool: Pool, fraction: float) -> StepStatistics:
+        """Everything since the last snapshot, without waiting for the device; resets."""
+        times: dict[str, float] = {}
+        nbytes: dict[str, int] = {}
+        waiting = []
+        for name, start, end, size in self._spans:
+            if self._backend.done(start) and self._backend.done(end):
+                times[name] = times.get(name, 0.0) + self._backend.elapsed_ms(start, end)
+                nbytes[name] = nbytes.get(name, 0) + size
+            else:
+                waiting.append((name, start, end, size))
+        counts, self.counts, self._spans = self.counts, {}, waiting
+        skipped, self.skipped = self.skipped, {}
+        peak, pool.step_peak = pool.step_peak, pool.in_use
+        numbers = ("bytes_out", "bytes_in", "copies_out", "copies_in", "late", "from_source", "eligible_bytes", "fallbacks", "fallback_bytes")
+        return StepStatistics(
+            fraction=fraction,
+            **{name: counts.get(name, 0) for name in (*numbers, "prefetch_oom")},
+            skipped=skipped,
+            pinned_held=pool.held,
+            pinned_in_use=pool.in_use,
+            pinned_peak=peak,
+            buffers_in_use=pool.buffers_in_use,
+            copy_out_ms=times.get("copy_out", 0.0),
+            copy_in_ms=times.get("copy_in", 0.0),
+            stall_out_ms=times.get("stall_out", 0.0),
+            stall_in_ms=times.get("stall_in", 0.0),
+            forward_ms=times.get("forward", 0.0),
+            backward_ms=times.get("backward", 0.0),
+            timed_bytes_out=nbytes.get("copy_out", 0),
+            timed_bytes_in=nbytes.get("copy_in", 0),
+            timed_eligible_bytes=nbytes.get("forward", 0),
+        )
