@@ -1,4 +1,4 @@
-"""Qwen3.5-0.8B, random weights, AdamW, FLA's fused linear cross entropy: stock and fused kernels as separate rows, labels under each.
+"""Qwen3.5-0.8B, random weights, AdamW, FLA's fused linear cross entropy: stock and fused kernels apart, labels and rivals under each.
 
     python benchmarks/whole_model.py --seq 16384 --out record.json       # one CUDA GPU with flash-linear-attention
     python benchmarks/whole_model.py --seq 16384 --arms "" --losses 100 --out record.json
@@ -10,71 +10,71 @@ kernels (three times: its own run-to-run band) and with fused ones.
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import statistics
-import sys
 import time
-from datetime import UTC, datetime
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from fla.modules import FusedLinearCrossEntropyLoss
-from gdn_stack import MIB, spread, versions
-from torch import Tensor, nn
+from rounds import CONTROL, MIB, alternate, arms_of, header, judge, print_table, spread, under, write
+from torch import Tensor
 
-from lightning_gdn import apply_plan
 from lightning_gdn.bench.data import make_loaders, read_text
 from lightning_gdn.bench.module import build_model
 from lightning_gdn.bench.recipes import load
+from lightning_gdn.kernels import KERNELS
 
-ARMS = "stock:none,fused:none,fused:hf_gradient_checkpointing,fused:gdn_norm_out,fused:gdn_conv+gdn_norm_out+layernorm,fused:full"
+ARMS = (
+    "stock:none,stock:gdn_norm_out,stock:gdn_conv+gdn_norm_out+layernorm,stock:full,stock:checkpoint:full,"
+    "fused:none,fused:gdn_norm_out,fused:gdn_conv+gdn_norm_out+layernorm,fused:full,fused:checkpoint:sweep,fused:hf_gradient_checkpointing"
+)
+"""Kernels setting and arm. Deltas are against `none` of the same setting; the settings themselves are compared in `fused_over_stock`."""
 
 
 class Trainee:
     """Model, optimizer and loss."""
 
-    def __init__(self, seq: int) -> None:
-        self.recipe = load("qwen3_5_0_8b", [f"data.seq_len={seq}", "trainer.accumulate_grad_batches=1"]).recipe
+    def __init__(self, seq: int, micro_batches: int, size: Sequence[str]) -> None:
+        overrides = [f"data.seq_len={seq}", f"trainer.accumulate_grad_batches={micro_batches}", *size]
+        self.recipe = load("qwen3_5_0_8b", overrides).recipe
         with torch.device("cuda"):
             self.model: Any = build_model(self.recipe).train()
         self.loss = FusedLinearCrossEntropyLoss()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+        self.micro_batches = micro_batches
         train, _ = make_loaders(read_text(self.recipe.data), self.recipe)
         self.batches = [batch.cuda() for _, batch in zip(range(8), train, strict=False)]
+        self._next = 0
 
-    def step(self, index: int) -> Tensor:
-        """One optimizer step on one sequence."""
-        ids = self.batches[index % len(self.batches)]
-        hidden = self.model.model(input_ids=ids).last_hidden_state
-        loss = self.loss(hidden[:, :-1].reshape(-1, hidden.shape[-1]), ids[:, 1:].reshape(-1), self.model.lm_head.weight)
-        del hidden
-        loss.backward()
+    def step(self) -> Tensor:
+        """One optimizer step; the loss of its last micro-batch."""
+        for _ in range(self.micro_batches):
+            ids = self.batches[self._next % len(self.batches)]
+            self._next += 1
+            hidden = self.model.model(input_ids=ids).last_hidden_state
+            loss = self.loss(hidden[:, :-1].reshape(-1, hidden.shape[-1]), ids[:, 1:].reshape(-1), self.model.lm_head.weight)
+            del hidden
+            loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return loss.detach()
 
 
-def measure(trainee: Trainee, arm: str, warm: int, count: int) -> dict[str, float]:
+def measure(trainee: Trainee, kernels: str, arm: str, warm: int, count: int) -> dict[str, float]:
     """Median step time and allocated peak of one round."""
-    kernels, _, label = arm.partition(":")
-    hf = label == "hf_gradient_checkpointing"
-    if hf:
-        trainee.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    with apply_plan(trainee.model, "none" if hf else label, kernels=kernels):
-        for index in range(warm):
-            trainee.step(index)
+    with under(trainee.model, arm, kernels):
+        for _ in range(warm):
+            trainee.step()
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         times = []
-        for index in range(count):
+        for _ in range(count):
             start = time.perf_counter()
-            trainee.step(index)
+            trainee.step()
             torch.cuda.synchronize()
             times.append((time.perf_counter() - start) * 1e3)
-    if hf:
-        trainee.model.gradient_checkpointing_disable()
     return {"ms": statistics.median(times), "peak_mib": torch.cuda.max_memory_allocated() / MIB}
 
 
@@ -82,8 +82,14 @@ def trajectory(trainee: Trainee, kernels: str, start: dict[str, Tensor], count: 
     """Losses of `count` steps from the same weights and a fresh optimizer."""
     trainee.model.load_state_dict(start)
     trainee.optimizer = torch.optim.AdamW(trainee.model.parameters(), lr=1e-4, fused=True)
-    with apply_plan(trainee.model, [], kernels=kernels):
-        return [float(x) for x in [trainee.step(index) for index in range(count)]]
+    trainee._next = 0
+    with under(trainee.model, CONTROL, kernels):
+        return [float(x) for x in [trainee.step() for _ in range(count)]]
+
+
+def of(arms: str, kernels: str) -> list[str]:
+    """The arms of one kernels setting."""
+    return [arm.split(":", 1)[1] for arm in arms.split(",") if arm.startswith(f"{kernels}:")]
 
 
 def main() -> None:
@@ -91,33 +97,39 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seq", type=int, default=16384)
     parser.add_argument("--arms", default=ARMS)
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--warm", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--warm", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--micro-batches", type=int, default=1)
     parser.add_argument("--losses", type=int, default=0)
     parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
-    trainee = Trainee(args.seq)
+    parser.add_argument("size", nargs="*", help="overrides of the recipe, for instance model.num_hidden_layers=32 model.hidden_size=2560")
+    args = parser.parse_intermixed_args()
+    trainee = Trainee(args.seq, args.micro_batches, args.size)
     start = {name: tensor.clone() for name, tensor in trainee.model.state_dict().items()} if args.losses else {}
-    arms = [arm for arm in args.arms.split(",") if arm]
-    rounds: dict[str, list[dict[str, float]]] = {arm: [] for arm in arms}
-    for index in range(args.rounds):
-        for arm in arms if index % 2 == 0 else arms[::-1]:
-            torch.cuda.empty_cache()
-            rounds[arm].append(measure(trainee, arm, args.warm, args.steps))
-    record: dict[str, Any] = {
-        "date": datetime.now(UTC).date().isoformat(),
-        "command": "python benchmarks/whole_model.py " + " ".join(sys.argv[1:]),
-        "device": torch.cuda.get_device_name(0),
-        "versions": {"python": platform.python_version(), "torch": torch.__version__, **versions()},
-        "parameters": sum(p.numel() for p in trainee.model.parameters() if isinstance(p, nn.Parameter)),
-        "arms": {},
-    }
-    for arm in arms:
-        entry = {key: spread([row[key] for row in rounds[arm]]) for key in ("ms", "peak_mib")}
-        record["arms"][arm] = entry
-        ms, peak = entry["ms"], entry["peak_mib"]
-        print(f"{arm:44s} {ms['median']:8.1f} ms [{ms['min']:.1f}, {ms['max']:.1f}]  peak {peak['median']:9.1f} MiB")
+    blocks = trainee.recipe.model.num_hidden_layers
+    settings = {kernels: arms_of(",".join(of(args.arms, kernels)), blocks) for kernels in KERNELS}
+    arms = [f"{kernels}:{arm}" for kernels, found in settings.items() for arm in found]
+    rounds = alternate(arms, args.rounds, lambda arm, index: measure(trainee, *arm.split(":", 1), args.warm if index else args.warm + 1, args.steps))
+    record: dict[str, Any] = {**header("whole_model.py"), "parameters": sum(p.numel() for p in trainee.model.parameters()), "settings": {}}
+    for kernels, found in settings.items():
+        if CONTROL not in found:
+            continue
+        judged = judge({arm: rounds[f"{kernels}:{arm}"] for arm in found}, blocks, kernels)
+        print(f"kernels {kernels}, seq {args.seq}, {args.micro_batches} micro-batches")
+        print_table(judged)
+        record["settings"][kernels] = judged
+    base = rounds.get(f"stock:{CONTROL}")
+    if base:
+        record["against_stock_none"] = {
+            arm: {
+                key: spread([100 * (row[key] / other[key] - 1) for row, other in zip(rounds[arm], base, strict=True)]) for key in ("ms", "peak_mib")
+            }
+            for arm in arms
+            if arm.startswith("fused:")
+        }
+        for arm, against in record["against_stock_none"].items():
+            print(f"{arm} against stock:none: step {against['ms']['median']:+.2f} %, peak {against['peak_mib']['median']:+.2f} %")
     if args.losses:
         stock = [trajectory(trainee, "stock", start, args.losses) for _ in range(3)]
         fused = trajectory(trainee, "fused", start, args.losses)
@@ -128,8 +140,7 @@ def main() -> None:
         print(f"losses of stock: {stock[0][0]:.3f} -> {stock[0][-1]:.3f}; fused: {fused[0]:.3f} -> {fused[-1]:.3f}")
         outside = record["loss_summary"]["steps_outside"]
         print(f"stock's own band up to {max(band):.4f}; fused outside it by at most {max(off):.4f}, in {outside} steps")
-    if args.out:
-        args.out.write_text(json.dumps(record, indent=1) + "\n")
+    write(record, args.out)
 
 
 if __name__ == "__main__":

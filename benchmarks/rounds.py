@@ -1,0 +1,109 @@
+"""What the in-process benchmarks share: arms in alternating rounds, deltas paired with the control of the round, the Pareto view, the record."""
+
+from __future__ import annotations
+
+import json
+import platform
+import statistics
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_gdn import apply_plan
+from lightning_gdn.bench.arms import Rival, parse, sweep
+from lightning_gdn.bench.pareto import analyse
+from lightning_gdn.bench.rivals import install
+
+MIB = 2**20
+CONTROL = "none"
+FIGURES = ("ms", "act_mib", "peak_mib")
+
+
+def arms_of(text: str, blocks: int) -> list[str]:
+    """`--arms` as a list, with `checkpoint:sweep` written out."""
+    return sweep([arm for arm in text.split(",") if arm], blocks)
+
+
+def under(model: nn.Module, arm: str, kernels: str = "stock") -> AbstractContextManager[Any]:
+    """The arm in force on the model: labels, or a rival by its own public means."""
+    chosen = parse(arm)
+    return install(model, chosen, kernels=kernels) if isinstance(chosen, Rival) else apply_plan(model, chosen, kernels=kernels)
+
+
+def alternate(arms: Sequence[str], rounds: int, measure: Callable[[str, int], dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Every arm once per round, in turns forwards and backwards."""
+    found: dict[str, list[dict[str, Any]]] = {arm: [] for arm in arms}
+    for index in range(rounds):
+        for arm in arms if index % 2 == 0 else arms[::-1]:
+            torch.cuda.empty_cache()
+            found[arm].append(measure(arm, index))
+    return found
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Median and range."""
+    return {"median": round(statistics.median(values), 3), "min": round(min(values), 3), "max": round(max(values), 3)}
+
+
+def judge(rounds: Mapping[str, Sequence[Mapping[str, Any]]], blocks: int, kernels: str) -> dict[str, Any]:
+    """Per arm the figures of its rounds, their paired deltas in percent, and where it stands against the k-of-N line and the other arms."""
+    control = rounds[CONTROL]
+    entries, arms = [], {}
+    for arm, rows in rounds.items():
+        keys = [key for key in FIGURES if key in rows[0]]
+        deltas = {key: [100 * (row[key] / base[key] - 1) for row, base in zip(rows, control, strict=True)] for key in keys}
+        arms[arm] = {key: spread([row[key] for row in rows]) for key in keys} | {f"{key}_pct": spread(deltas[key]) for key in keys}
+        entries.append(
+            {
+                "arm": arm,
+                "status": "ok",
+                "rounds": len(rows),
+                "blocks": blocks,
+                "peak_allocated_mib": arms[arm]["peak_mib"]["median"],
+                "peak_delta_pct": arms[arm]["peak_mib_pct"],
+                "peak_rounds_mib": [row["peak_mib"] for row in rows],
+                "step_delta_pct": arms[arm]["ms_pct"],
+                "step_ms": {"rounds": [row["ms"] for row in rows]},
+            }
+        )
+    pareto = analyse(entries, control=CONTROL, kernels=kernels)
+    for point in pareto["points"]:
+        ratio = point["ratio"]
+        arms[point["arm"]] |= {"line_ratio": None if ratio is None else round(ratio, 3), "dominated_by": point["dominated_by"]}
+    return {"arms": arms, "control_spread_pct": pareto["spread"], "notes": pareto["notes"]}
+
+
+def print_table(judged: Mapping[str, Any]) -> None:
+    """One line per arm."""
+    print(f"{'arm':36s} {'ms':>8s} {'step':>8s} {'[range]':>17s} {'act MiB':>9s} {'':>8s} {'peak MiB':>9s} {'':>8s} {'x line':>6s}  dominated by")
+    for arm, entry in judged["arms"].items():
+        ms, peak, act = entry["ms_pct"], entry["peak_mib_pct"], entry.get("act_mib")
+        held = f"{act['median']:9.1f} {entry['act_mib_pct']['median']:+7.2f}%" if act else f"{'':18s}"
+        ratio = "" if entry["line_ratio"] is None else f"{entry['line_ratio']:.2f}"
+        print(
+            f"{arm:36s} {entry['ms']['median']:8.2f} {ms['median']:+7.2f}% [{ms['min']:+7.2f},{ms['max']:+7.2f}] "
+            f"{held} {entry['peak_mib']['median']:9.1f} {peak['median']:+7.2f}% {ratio:>6s}  {entry['dominated_by'] or ''}"
+        )
+
+
+def header(script: str) -> dict[str, Any]:
+    """Date, command, device and the versions that decide the kernels."""
+    return {
+        "date": datetime.now(UTC).date().isoformat(),
+        "command": f"python benchmarks/{script} " + " ".join(sys.argv[1:]),
+        "device": torch.cuda.get_device_name(0),
+        "versions": {"python": platform.python_version(), "torch": torch.__version__, **{name: version(name) for name in ("triton", "fla-core")}},
+    }
+
+
+def write(record: Mapping[str, Any], path: Path | None) -> None:
+    """The record as JSON, if a path was given."""
+    if path is not None:
+        path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
