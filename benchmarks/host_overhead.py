@@ -100,6 +100,12 @@ def main() -> None:
         median = statistics.median(values)
         record["rows"][name] = {"median_us": median, "min_us": min(values), "max_us": max(values), "over_untouched_us": median - base}
         print(f"{name:40s} {median:8.1f} us  [{min(values):.1f}, {max(values):.1f}]  over untouched {median - base:+8.1f} us")
+    over = {name: row["over_untouched_us"] for name, row in record["rows"].items()}
+    one = over["tape, 1 regions recomputed"]
+    further = (over[f"tape, {REGIONS} regions recomputed"] - one) / (REGIONS - 1)
+    plain = over[f"torch.utils.checkpoint, {REGIONS} regions"] / REGIONS
+    record["summary"] = {"one_region_us": one, "each_further_us": further, "checkpoint_per_region_us": plain}
+    print(f"one region {one:.1f} us, each further {further:.1f} us; torch.utils.checkpoint {plain:.1f} us per region")
     if args.out:
         args.out.write_text(json.dumps(record, indent=1) + "\n")
 

@@ -19,7 +19,7 @@ from lightning_gdn.offload.cuda import CudaBackend
 from lightning_gdn.offload.engine import Engine
 from lightning_gdn.replay import is_parameter
 
-pytestmark = [pytest.mark.gpu, pytest.mark.never_run_on_a_gpu]
+pytestmark = pytest.mark.gpu
 
 MIB = 2**20
 

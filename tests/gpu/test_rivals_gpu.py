@@ -19,7 +19,7 @@ from lightning_gdn.bench.module import build_model
 from lightning_gdn.bench.recipes import load
 from lightning_gdn.bench.rivals import Installed, install
 
-pytestmark = [pytest.mark.gpu, pytest.mark.never_run_on_a_gpu]
+pytestmark = pytest.mark.gpu
 
 REGIONS = [
     "checkpoint:gdn_in_proj",
