@@ -13,6 +13,7 @@ arm's measured overhead is above their sum. Every arm's gradients are compared w
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -57,8 +58,8 @@ def one_step(stack: GDNStack, x0: Tensor) -> tuple[float, float, float]:
 
 
 @torch.no_grad()
-def region_times(stack: GDNStack, x: Tensor, repeats: int = 20) -> dict[str, float]:
-    """Forward milliseconds of each region of one block, by CUDA events."""
+def region_times(stack: GDNStack, x: Tensor, repeats: int = 60) -> dict[str, float]:
+    """Forward milliseconds of each region of one block, by CUDA events, on a busy device."""
     block, mixer = stack.layers[0], stack.layers[0].mixer
     h = steps.input_norm(block, x)
     mixed, z, b, a = steps.in_proj(mixer, h)
@@ -81,14 +82,16 @@ def region_times(stack: GDNStack, x: Tensor, repeats: int = 20) -> dict[str, flo
     for name, call in calls.items():
         times = []
         for _ in range(repeats):
+            # Matmuls first: in a step the GPU is busy, with the clocks that its power allows then, and the host is ahead of it.
+            steps.in_proj(mixer, h)
+            steps.in_proj(mixer, h)
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            torch.cuda._sleep(1_000_000)  # the host gets ahead, so that what is timed is the device
             start.record()
             call()
             end.record()
-            torch.cuda.synchronize()
-            times.append(start.elapsed_time(end))
-        found[name] = statistics.median(times)
+            times.append((start, end))
+        torch.cuda.synchronize()
+        found[name] = statistics.median(start.elapsed_time(end) for start, end in times)
     return found
 
 
@@ -110,6 +113,7 @@ def main() -> None:
     parser.add_argument("--seq", type=int, default=8192)
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no round that would end later")
     parser.add_argument("--warm", type=int, default=2)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--arms", default=ARMS, help="arms separated by commas, or `segments`")
@@ -140,7 +144,7 @@ def main() -> None:
             equal[arm] = all(torch.equal(a, b) for a, b in zip(control, gradients, strict=True))
         return {"ms": statistics.median(r[0] for r in rows), "act_mib": rows[-1][1], "peak_mib": max(r[2] for r in rows)}
 
-    rounds = alternate(arms, args.rounds, measure)
+    rounds = alternate(arms, args.rounds, measure, seconds=args.seconds)
     judged = judge(rounds, args.layers, "fused")
     for arm, entry in judged["arms"].items():
         entry["gradients_bit_equal"] = equal[arm]

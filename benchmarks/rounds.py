@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import platform
 import statistics
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import UTC, datetime
@@ -37,13 +39,20 @@ def under(model: nn.Module, arm: str, kernels: str = "stock") -> AbstractContext
     return install(model, chosen, kernels=kernels) if isinstance(chosen, Rival) else apply_plan(model, chosen, kernels=kernels)
 
 
-def alternate(arms: Sequence[str], rounds: int, measure: Callable[[str, int], dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """Every arm once per round, in turns forwards and backwards."""
+def alternate(
+    arms: Sequence[str], rounds: int, measure: Callable[[str, int], dict[str, Any]], *, seconds: float = math.inf
+) -> dict[str, list[dict[str, Any]]]:
+    """Every arm once per round, in turns forwards and backwards; no round is begun that would likely end after `seconds`."""
     found: dict[str, list[dict[str, Any]]] = {arm: [] for arm in arms}
+    start = time.monotonic()
     for index in range(rounds):
+        if index and (time.monotonic() - start) * (index + 1) / index > seconds:
+            print(f"{index} of {rounds} rounds, for lack of time", flush=True)
+            break
         for arm in arms if index % 2 == 0 else arms[::-1]:
             torch.cuda.empty_cache()
             found[arm].append(measure(arm, index))
+            print(f"  round {index + 1}: {arm} {found[arm][-1]['ms']:.1f} ms, {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
     return found
 
 

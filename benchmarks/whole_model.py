@@ -10,6 +10,7 @@ kernels (three times: its own run-to-run band) and with fused ones.
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import time
 from collections.abc import Sequence
@@ -98,6 +99,7 @@ def main() -> None:
     parser.add_argument("--seq", type=int, default=16384)
     parser.add_argument("--arms", default=ARMS)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no round that would end later")
     parser.add_argument("--warm", type=int, default=2)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--micro-batches", type=int, default=1)
@@ -110,7 +112,11 @@ def main() -> None:
     blocks = trainee.recipe.model.num_hidden_layers
     settings = {kernels: arms_of(",".join(of(args.arms, kernels)), blocks) for kernels in KERNELS}
     arms = [f"{kernels}:{arm}" for kernels, found in settings.items() for arm in found]
-    rounds = alternate(arms, args.rounds, lambda arm, index: measure(trainee, *arm.split(":", 1), args.warm if index else args.warm + 1, args.steps))
+
+    def one(arm: str, index: int) -> dict[str, Any]:
+        return measure(trainee, *arm.split(":", 1), args.warm if index else args.warm + 1, args.steps)
+
+    rounds = alternate(arms, args.rounds, one, seconds=args.seconds)
     record: dict[str, Any] = {**header("whole_model.py"), "parameters": sum(p.numel() for p in trainee.model.parameters()), "settings": {}}
     for kernels, found in settings.items():
         if CONTROL not in found:

@@ -230,16 +230,26 @@ def parse_arm(text: str) -> Selection:
     return select(text.strip())
 
 
-_FREES_MORE = "frees {what}; gdn_norm_out frees more"
-_ADVICE: dict[tuple[str, str], str] = {
-    ("gdn_in_proj_conv", "stock"): "gdn_norm_out saves more for less step time (Qwen3.5-0.8B at 8192 tokens)",
-    ("gdn_in_proj_conv", "fused"): "gdn_conv+gdn_norm_out+layernorm saves more for less step time (20-layer GDN stack at 8192 tokens, batch 2)",
-    **{(name, kernels): _FREES_MORE.format(what="almost nothing") for name in ("gdn_in_proj", "gdn_in_proj_split") for kernels in ("stock", "fused")},
-    **{("gdn_gated_delta_rule", kernels): _FREES_MORE.format(what="little with FLA's kernel") for kernels in ("stock", "fused")},
+_ON_THE_STACK = "20-layer GDN stack at 8192 tokens, batch 2"
+_UNION = "gdn_conv+gdn_norm_out+layernorm"
+_ALMOST_NOTHING = ("gdn_norm_out", "frees almost nothing; gdn_norm_out frees more")
+_LITTLE = ("gdn_norm_out", "frees little with FLA's kernel; gdn_norm_out frees more")
+_ADVICE: dict[tuple[str, str], tuple[str, str]] = {
+    ("gdn_in_proj_conv", "stock"): ("gdn_norm_out", "gdn_norm_out saves more for less step time (Qwen3.5-0.8B at 8192 tokens)"),
+    ("gdn_in_proj_conv", "fused"): (_UNION, f"{_UNION} saves more for less step time ({_ON_THE_STACK})"),
+    ("gdn_conv", "fused"): ("gdn_norm_out", f"gdn_norm_out saves as much for less step time ({_ON_THE_STACK})"),
+    ("gdn_front", "fused"): ("full", f"full:block:K saves as much for less step time, K about half of the blocks ({_ON_THE_STACK})"),
+    **{(name, kernels): _ALMOST_NOTHING for name in ("gdn_in_proj", "gdn_in_proj_split") for kernels in ("stock", "fused")},
+    **{("gdn_gated_delta_rule", kernels): _LITTLE for kernels in ("stock", "fused")},
 }
-"""(label, option `kernels`) -> what is known to be better; each from a record under benchmarks/."""
+"""(label, option `kernels`) -> what is known to be better, and the line that says so; each from a record under benchmarks/."""
 
 
 def advice(selection: Selection, kernels: str) -> list[str]:
-    """One line for every label for which something better is known under this setting."""
-    return [f"{name}: {_ADVICE[name, kernels]}" for name in selection.labels if (name, kernels) in _ADVICE]
+    """One line for every label for which something better is known under this setting, unless that is in the selection as well."""
+    lines = []
+    for name in selection.labels:
+        better, text = _ADVICE.get((name, kernels), ("", ""))
+        if better and not set(better.split("+")) <= set(selection.labels):
+            lines.append(f"{name}: {text}")
+    return lines

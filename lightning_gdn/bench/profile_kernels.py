@@ -58,7 +58,7 @@ def traced(device: torch.device) -> Iterator[dict[str, Any]]:
     activity = torch.profiler.ProfilerActivity
     kinds = [activity.CPU, *([activity.CUDA] if device.type == "cuda" else [])]
     trace: dict[str, Any] = {}
-    with torch.profiler.profile(activities=kinds) as profiler:
+    with torch.profiler.profile(activities=kinds, acc_events=True) as profiler:  # else it warns, at every use, that it might clear events
         yield trace
         if device.type == "cuda":
             torch.cuda.synchronize(device)

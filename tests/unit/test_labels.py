@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -161,8 +163,10 @@ def test_every_label_stands_for_known_regions() -> None:
 
 
 def test_advice_names_labels_and_depends_on_the_kernels() -> None:
+    assert advice(select("gdn_conv"), "stock") == []
     for kernels in ("stock", "fused"):
-        assert advice(select("gdn_conv"), kernels) == []
+        assert advice(select("gdn_norm_out+layernorm"), kernels) == []
+        assert advice(select("gdn_conv+gdn_norm_out"), kernels) == [], "what is better is in it already"
         lines = advice(select("gdn_in_proj_conv+gdn_in_proj"), kernels)
         assert len(lines) == 2
         for line in lines:
@@ -170,6 +174,17 @@ def test_advice_names_labels_and_depends_on_the_kernels() -> None:
     stock, fused = (advice(select("gdn_in_proj_conv"), kernels)[0] for kernels in ("stock", "fused"))
     assert "gdn_norm_out saves more for less step time" in stock
     assert "gdn_conv+gdn_norm_out+layernorm saves more for less step time" in fused
+
+
+def test_every_label_that_a_record_shows_dominated_gets_its_advice(repo_root: Path) -> None:
+    record = json.loads(sorted((repo_root / "benchmarks" / "records").glob("gdn_stack_h200_*.json"))[-1].read_text(encoding="utf-8"))
+    dominated = {arm for arm, entry in record["arms"].items() if arm in LABELS and entry["dominated_by"]}
+    assert {"gdn_in_proj_conv", "gdn_front"} <= dominated
+    for label in dominated:
+        line = advice(select(label), "fused")
+        better = record["arms"][label]["dominated_by"]
+        assert len(line) == 1
+        assert better in line[0] or (better.startswith("k-of-N line") and "full:block:K" in line[0]), label
 
 
 def test_the_union_of_two_modes() -> None:
