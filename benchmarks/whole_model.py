@@ -1,6 +1,8 @@
-"""Qwen3.5-0.8B, random weights, AdamW, FLA's fused linear cross entropy: stock and fused kernels apart, labels and rivals under each.
+"""A recipe's model, random weights, AdamW, FLA's fused linear cross entropy: stock and fused kernels apart, labels and rivals under each.
 
     python benchmarks/whole_model.py --seq 16384 --out record.json       # one CUDA GPU with flash-linear-attention
+    python benchmarks/whole_model.py --seq 4096 --micro-batches 4 --out record.json
+    python benchmarks/whole_model.py --recipe qwen3_5_4b --seq 8192 --arms fused:none,fused:gdn_norm_out,fused:checkpoint:sweep --out record.json
     python benchmarks/whole_model.py --seq 16384 --arms "" --losses 100 --out record.json
 
 One model in one process; arms alternate over rounds. `--losses N` also trains N steps from the same weights on the same text with stock
@@ -37,9 +39,9 @@ ARMS = (
 class Trainee:
     """Model, optimizer and loss."""
 
-    def __init__(self, seq: int, micro_batches: int, size: Sequence[str]) -> None:
-        overrides = [f"data.seq_len={seq}", f"trainer.accumulate_grad_batches={micro_batches}", *size]
-        self.recipe = load("qwen3_5_0_8b", overrides).recipe
+    def __init__(self, recipe: str, seq: int, micro_batches: int, more: Sequence[str]) -> None:
+        overrides = [f"data.seq_len={seq}", f"trainer.accumulate_grad_batches={micro_batches}", *more]
+        self.recipe = load(recipe, overrides).recipe
         with torch.device("cuda"):
             self.model: Any = build_model(self.recipe).train()
         self.loss = FusedLinearCrossEntropyLoss()
@@ -105,9 +107,10 @@ def main() -> None:
     parser.add_argument("--micro-batches", type=int, default=1)
     parser.add_argument("--losses", type=int, default=0)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("size", nargs="*", help="overrides of the recipe, for instance model.num_hidden_layers=32 model.hidden_size=2560")
+    parser.add_argument("--recipe", default="qwen3_5_0_8b")
+    parser.add_argument("overrides", nargs="*", help="of the recipe's model, for instance model.num_hidden_layers=12")
     args = parser.parse_intermixed_args()
-    trainee = Trainee(args.seq, args.micro_batches, args.size)
+    trainee = Trainee(args.recipe, args.seq, args.micro_batches, args.overrides)
     start = {name: tensor.clone() for name, tensor in trainee.model.state_dict().items()} if args.losses else {}
     blocks = trainee.recipe.model.num_hidden_layers
     settings = {kernels: arms_of(",".join(of(args.arms, kernels)), blocks) for kernels in KERNELS}

@@ -1,0 +1,42 @@
+#!/usr/bin/env bash
+# The tables of docs/targets.md, one command each, on one otherwise idle GPU: five alternating rounds, records into OUT.
+#
+#   benchmarks/tables.sh OUT [TABLE ...]       TABLE: segments stack stack_2048 whole_16384 whole_4096 4b profile host; default: all
+#
+# SECONDS_PER_TABLE (default 120) bounds the rounds of each; what did not fit is said, and the record holds whole rounds. PYTHON=python3
+# chooses the interpreter. A process start, and kernels that have to be tuned, come on top.
+set -u
+out=${1:?usage: benchmarks/tables.sh OUT [TABLE ...]}
+shift
+cd "$(dirname "$0")/.." || exit 2
+mkdir -p "$out"
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+python=${PYTHON:-python3}
+limit=${SECONDS_PER_TABLE:-120}
+UNION=gdn_conv+gdn_norm_out+layernorm
+FUSED=fused:none,fused:gdn_norm_out,fused:$UNION,fused:full,fused:checkpoint:sweep,fused:hf_gradient_checkpointing
+STOCK=stock:none,stock:gdn_norm_out,stock:$UNION
+failed=0
+
+table() { # NAME, script and arguments
+    local name=$1 start=$SECONDS
+    shift
+    "$python" "$@" --out "$out/$name.json" >"$out/$name.txt" || failed=1
+    cat "$out/$name.txt"
+    echo "$name: $((SECONDS - start)) s" >&2
+}
+
+for name in ${*:-stack whole_16384 stack_2048 segments profile whole_4096 4b host}; do
+    case $name in
+        segments) table "$name" benchmarks/gdn_stack.py --layers 1 --arms segments --warm 1 --steps 6 --seconds "$limit" ;;
+        stack) table "$name" benchmarks/gdn_stack.py --warm 1 --steps 4 --seconds "$limit" ;;
+        stack_2048) table "$name" benchmarks/gdn_stack.py --seq 2048 --batch 1 --warm 1 --steps 6 --seconds "$limit" ;;
+        whole_16384) table "$name" benchmarks/whole_model.py --seq 16384 --warm 1 --arms "$STOCK,$FUSED" --seconds "$limit" ;;
+        whole_4096) table "$name" benchmarks/whole_model.py --seq 4096 --micro-batches 4 --warm 1 --steps 2 --arms "$STOCK,$FUSED" --seconds "$limit" ;;
+        4b) table "$name" benchmarks/whole_model.py --recipe qwen3_5_4b --seq 8192 --warm 1 --steps 2 --arms "$FUSED" --seconds "$limit" ;;
+        profile) table "$name" benchmarks/profile_check.py gdn_stack_20 --steps 2 ;;
+        host) table "$name" benchmarks/host_overhead.py --rounds 5 --calls 200 ;;
+        *) echo "benchmarks/tables.sh: unknown table $name" >&2 && exit 2 ;;
+    esac
+done
+exit "$failed"
