@@ -2,7 +2,8 @@
 
 Names follow Megatron Core's `recompute_modules` and `offload_modules` where those exist. A label maps region names to modes; it
 applies to every block that has the region. `parse_arm` reads the grammar of comparison arms:
-`none`, labels joined by `+`, `full`, `full:block:6`, `full:uniform:2`, `offload:gdn_core_attn@0.5`.
+`none`, labels joined by `+`, `full`, `full:block:6`, `full:uniform:2`, `offload:gdn_core_attn@0.5`. Several offload labels are
+`gdn_conv+offload:gdn_core_attn+offload:mlp@0.5`: one share of the bytes, written once, holds for all of them.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ import difflib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from .regions import Mode
+from .offload_config import OFFLOAD_LABELS, OffloadConfig, parse_offload
+from .regions import Mode, Moves
 
-__all__ = ["FullRecompute", "LABELS", "OFFLOAD_LABELS", "Label", "Selection", "UnavailableLabelError", "advice", "parse_arm", "select"]
+__all__ = ["FullRecompute", "LABELS", "OFFLOAD_LABELS", "OFFLOAD_MOVES", "Label", "Selection", "UnavailableLabelError", "advice", "parse_arm", "select"]
 
 RESERVED = ("auto", "none", "full")
 FULL_METHODS = ("uniform", "block")
@@ -77,16 +79,18 @@ LABELS: dict[str, Label] = {
 }
 """Recompute labels by name."""
 
-OFFLOAD_LABELS: dict[str, str] = {
-    "gdn_core_attn": "what the delta rule retains",
-    "gdn_in_proj": "outputs of the GDN projections",
-    "gdn_norm_out": "what the gated output norm retains",
-    "core_attn": "what the attention core retains",
-    "mlp": "what the dense MLP retains",
-    "moe_act": "activations inside the routed experts",
-    "block_input": "the block's input, with whole-block recompute",
+FIRST = ""
+"""In `OFFLOAD_MOVES`: the first region of a block."""
+OFFLOAD_MOVES: dict[str, tuple[tuple[str, Moves], ...]] = {
+    "gdn_core_attn": (("delta_rule", Moves.SAVED),),
+    "gdn_in_proj": (("in_proj", Moves.OUTPUTS),),
+    "gdn_norm_out": (("norm_out", Moves.SAVED),),
+    "core_attn": (("core_attn", Moves.SAVED),),
+    "mlp": (("gate_up", Moves.SAVED), ("act", Moves.SAVED), ("down", Moves.SAVED)),
+    "moe_act": (("moe_act", Moves.SAVED),),
+    "block_input": ((FIRST, Moves.INPUTS),),
 }
-"""Offload labels by name. They need the offload engine, which this version does not have yet."""
+"""Offload label -> (region, what of it moves)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,19 +116,25 @@ class FullRecompute:
 
 @dataclass(frozen=True, kw_only=True)
 class Selection:
-    """What a user asked for, before any model is known: labels, and whole-block recompute."""
+    """What a user asked for, before any model is known: recompute labels, whole-block recompute, and offload."""
 
     labels: tuple[str, ...] = ()
     full: FullRecompute | None = None
+    offload: OffloadConfig | None = None
 
     @property
     def is_control(self) -> bool:
-        """True for the control arm: nothing is recomputed and nothing is installed."""
-        return not self.labels and self.full is None
+        """True for the control arm: nothing is recomputed or moved, and nothing is installed."""
+        return not self.labels and self.full is None and self.offload is None
+
+    @property
+    def recompute(self) -> list[str]:
+        """The recompute labels and `full`, as `select` takes them."""
+        return [*self.labels, *([str(self.full)] if self.full else [])]
 
     def __str__(self) -> str:
-        parts = [*self.labels, *([str(self.full)] if self.full else [])]
-        return "+".join(parts) if parts else "none"
+        moved = [f"offload:{part}" for part in str(self.offload).split("+")] if self.offload else []
+        return "+".join([*self.recompute, *moved]) or "none"
 
 
 def _hint(name: str, names: Iterable[str]) -> str:
@@ -133,22 +143,29 @@ def _hint(name: str, names: Iterable[str]) -> str:
 
 
 def _unknown_hint(name: str) -> str:
-    if name in OFFLOAD_LABELS:
-        return f" (it is an offload label: pass it as offload=[{name!r}])"
+    bare = name.partition("@")[0]
+    if bare in OFFLOAD_LABELS:
+        return f" (it is an offload label: pass it as offload=[{name!r}], in an arm write offload:{name})"
     if "+" in name or "," in name:
         return " (write one label per list entry, or one string with labels joined by '+')"
     return _hint(name, [*LABELS, *RESERVED])
 
 
-def _check_offload(labels: Sequence[str]) -> None:
-    for label in labels:
-        name = label.partition("@")[0]
-        if name not in OFFLOAD_LABELS:
-            raise ValueError(f"offload: unknown label {name!r}{_hint(name, OFFLOAD_LABELS)}. Valid offload labels: {', '.join(OFFLOAD_LABELS)}")
-        raise UnavailableLabelError(
-            f"offload label {name!r} ({OFFLOAD_LABELS[name]}) needs the offload engine, which is not part of this version of "
-            "lightning-gdn. Leave `offload` empty; recompute labels are available: " + ", ".join(LABELS)
+def _offload(parts: Sequence[str], argument: str | Sequence[str] | OffloadConfig) -> OffloadConfig | None:
+    """What an arm's `offload:` parts or the argument `offload` ask for."""
+    if isinstance(argument, OffloadConfig):
+        given: OffloadConfig | None = argument
+    elif isinstance(argument, str):
+        given = parse_offload(argument) if argument else None
+    elif isinstance(argument, Sequence) and all(isinstance(name, str) for name in argument):
+        given = parse_offload("+".join(argument)) if argument else None
+    else:
+        raise ValueError(
+            f"offload: expected a label, a list of labels or an OffloadConfig, got {argument!r}. Valid offload labels: {', '.join(OFFLOAD_LABELS)}"
         )
+    if parts and given is not None:
+        raise ValueError(f"offload is given twice: as {'+'.join(parts)!r} among the labels and as offload={argument!r}; write it once")
+    return parse_offload("+".join(parts)) if parts else given
 
 
 def _full_from_text(text: str) -> FullRecompute:
@@ -166,7 +183,7 @@ def _full_from_text(text: str) -> FullRecompute:
 def select(
     recompute: str | Sequence[str] = (),
     *,
-    offload: str | Sequence[str] = (),
+    offload: str | Sequence[str] | OffloadConfig = (),
     method: str | None = None,
     num_layers: int | None = None,
 ) -> Selection:
@@ -174,7 +191,8 @@ def select(
 
     Args:
         recompute: labels; a bare string is one label (or an arm such as `"gdn_conv+layernorm"`). `[]` and `"none"` are the control.
-        offload: offload labels.
+        offload: offload labels, `"gdn_core_attn@0.5"` with a share of the bytes, or an `OffloadConfig`. In `recompute` they are written
+            `"offload:gdn_core_attn"`.
         method, num_layers: for `full`, as in Megatron Core (`recompute_method`, `recompute_num_layers`).
 
     Raises:
@@ -185,8 +203,7 @@ def select(
         recompute = [part.strip() for part in recompute.split("+")]
     if not isinstance(recompute, Sequence) or not all(isinstance(part, str) for part in recompute):
         raise ValueError(f"recompute: expected a label or a list of labels, got {recompute!r}. Valid labels: {', '.join(LABELS)}, full")
-    if isinstance(offload, str):
-        offload = [offload]
+    moved = [name for name in recompute if name.startswith("offload:")]
     labels: list[str] = []
     full: FullRecompute | None = None
     for name in recompute:
@@ -199,7 +216,7 @@ def select(
                 "'auto' needs the planner, which is not part of this version of lightning-gdn. Name labels instead: " + ", ".join(LABELS)
             )
         if name.startswith("offload:"):
-            _check_offload(name.removeprefix("offload:").split(","))
+            continue
         if name == "full" or name.startswith("full:"):
             if full is not None:
                 raise ValueError(f"'full' is given twice: {list(recompute)}")
@@ -209,14 +226,19 @@ def select(
             raise ValueError(f"recompute: unknown label {name!r}{_unknown_hint(name)}. Valid labels: {', '.join(LABELS)}, {FULL_FORMS}, none")
         if name not in labels:
             labels.append(name)
-    _check_offload(list(offload))
     if (method is not None or num_layers is not None) and full is None:
         raise ValueError(f"method={method!r} and num_layers={num_layers!r} only apply to 'full', got labels {list(recompute)}")
     if full is not None and (method is not None or num_layers is not None):
         if full != FullRecompute():
             raise ValueError(f"give method and num_layers either in the label {str(full)!r} or as arguments, not both")
         full = FullRecompute(method=method or "uniform", num_layers=num_layers)
-    return Selection(labels=tuple(labels), full=full)
+    config = _offload(moved, offload)
+    if config is not None and "block_input" in config.labels and full is None:
+        raise ValueError(
+            f"offload label 'block_input' needs whole-block recompute, got labels {list(recompute)}: a block that keeps some of what it saves is not "
+            "replayed from its input. Add 'full' (or full:block:N, full:uniform:N) to the recompute labels, or leave block_input out"
+        )
+    return Selection(labels=tuple(labels), full=full, offload=config)
 
 
 def parse_arm(text: str) -> Selection:

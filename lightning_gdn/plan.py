@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
-from .labels import LABELS, FullRecompute, Selection
-from .regions import BlockLayout, Mode, stronger
+from .labels import FIRST, LABELS, OFFLOAD_MOVES, FullRecompute, Selection
+from .offload_config import OffloadConfig
+from .regions import BlockLayout, Mode, Moves, stronger
 
 __all__ = ["BlockPlan", "Plan"]
 
@@ -27,6 +28,8 @@ class BlockPlan:
     """(region, mode) for every region of the block, in pipeline order."""
     carry: bool = False
     """Hand the last region's output on to the next block as recomputable (a chunk of `full:uniform:n` continues there)."""
+    moves: tuple[tuple[str, Moves], ...] = ()
+    """(region, which storages around it move to the host), in the order of the offload labels."""
 
     def mode(self, region: str) -> Mode:
         """Mode of `region`; `KeyError` if the block has none of that name."""
@@ -35,7 +38,7 @@ class BlockPlan:
     @property
     def is_keep(self) -> bool:
         """True if the block retains exactly what the untouched one does."""
-        return all(mode is Mode.KEEP for _, mode in self.modes)
+        return not self.moves and all(mode is Mode.KEEP for _, mode in self.modes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +48,8 @@ class Plan:
     source: str
     """The labels the plan came from, in arm grammar."""
     blocks: tuple[BlockPlan, ...]
+    offload: OffloadConfig | None = None
+    """How much of what the blocks' `moves` name goes to the host, and at which price; None if nothing moves."""
 
     @property
     def is_control(self) -> bool:
@@ -55,12 +60,14 @@ class Plan:
     def from_labels(cls, selection: Selection, layouts: Sequence[BlockLayout]) -> Plan:
         """Resolve labels against the blocks of a model.
 
-        `full` supersedes labels on the blocks it covers; the other blocks follow the labels.
+        `full` supersedes labels on the blocks it covers; the other blocks follow the labels. Where a region has a recompute and an offload
+        label, it is recomputed, and what is held for its replay moves.
 
         Raises:
             ValueError: a label of which no block has a region, or `full:block:n` with more layers than the model has.
         """
         present = {region for layout in layouts for region in layout.regions}
+        _check_offload(selection.offload, present, len(layouts))
         for name in selection.labels:
             wanted = [region for region, _ in LABELS[name].modes]
             if not present.intersection(wanted):
@@ -73,15 +80,20 @@ class Plan:
         blocks = []
         for index, layout in enumerate(layouts):
             modes = dict.fromkeys(layout.regions, Mode.KEEP)
-            if index in covered:
+            whole = index in covered
+            if whole:
                 modes = dict.fromkeys(layout.regions, Mode.RECOMPUTE)
             else:
                 for name in selection.labels:
                     for region, mode in LABELS[name].modes:
                         if region in modes:
                             modes[region] = stronger(modes[region], mode)
-            blocks.append(BlockPlan(name=layout.name, kind=layout.kind, modes=tuple(modes.items()), carry=index in carried))
-        return cls(source=str(selection), blocks=tuple(blocks))
+            moves = _moves(selection.offload, layout.regions, modes, whole)
+            for region, what in moves:
+                if what is Moves.SAVED:
+                    modes[region] = stronger(modes[region], Mode.OFFLOAD)
+            blocks.append(BlockPlan(name=layout.name, kind=layout.kind, modes=tuple(modes.items()), carry=index in carried, moves=moves))
+        return cls(source=str(selection), blocks=tuple(blocks), offload=selection.offload)
 
     @classmethod
     def keep(cls, layouts: Sequence[BlockLayout]) -> Plan:
@@ -98,29 +110,75 @@ class Plan:
                     found[key] = found.get(key, 0) + 1
         return found
 
+    def moved(self) -> dict[str, int]:
+        """Number of blocks in which something moves that the modes do not tell, as `{"in_proj outputs: offload": 18}`."""
+        found: dict[str, int] = {}
+        for block in self.blocks:
+            modes = dict(block.modes)
+            for region, what in block.moves:
+                if what is Moves.OUTPUTS or modes[region] is Mode.RECOMPUTE:
+                    whole = what is Moves.INPUTS
+                    key = "block input: offload" if whole else f"{region} {'outputs' if what is Moves.OUTPUTS else 'inputs'}: offload"
+                    found[key] = found.get(key, 0) + 1
+        return found
+
     def __str__(self) -> str:
         if self.is_control:
             return f"plan {self.source}: {len(self.blocks)} blocks, every region kept"
         whole = [block for block in self.blocks if all(mode is Mode.RECOMPUTE for _, mode in block.modes)]
         rows = [f"{len(whole)} recomputed whole"] if whole else []
         rest = replace(self, blocks=tuple(block for block in self.blocks if block not in whole))
-        rows += [f"{key} in {count}" for key, count in rest.counts().items()]
+        rows += [f"{key} in {count}" for key, count in (rest.counts() | self.moved()).items()]
         return f"plan {self.source}: {len(self.blocks)} blocks; {', '.join(rows)}"
 
     def to_json(self) -> str:
         """Serialise; `Plan.from_json` gives an equal plan back."""
-        blocks = [{"name": b.name, "kind": b.kind, "modes": {r: str(m) for r, m in b.modes}, "carry": b.carry} for b in self.blocks]
-        return json.dumps({"source": self.source, "blocks": blocks})
+        blocks = []
+        for b in self.blocks:
+            moves = {"moves": [[region, str(what)] for region, what in b.moves]} if b.moves else {}
+            blocks.append({"name": b.name, "kind": b.kind, "modes": {r: str(m) for r, m in b.modes}, "carry": b.carry, **moves})
+        offload = {"offload": asdict(self.offload)} if self.offload is not None else {}
+        return json.dumps({"source": self.source, "blocks": blocks, **offload})
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
         """Read what `to_json` wrote."""
         data = json.loads(text)
         blocks = tuple(
-            BlockPlan(name=b["name"], kind=b["kind"], modes=tuple((r, Mode(m)) for r, m in b["modes"].items()), carry=b["carry"])
+            BlockPlan(
+                name=b["name"],
+                kind=b["kind"],
+                modes=tuple((r, Mode(m)) for r, m in b["modes"].items()),
+                carry=b["carry"],
+                moves=tuple((region, Moves(what)) for region, what in b.get("moves", ())),
+            )
             for b in data["blocks"]
         )
-        return cls(source=data["source"], blocks=blocks)
+        return cls(source=data["source"], blocks=blocks, offload=OffloadConfig(**data["offload"]) if "offload" in data else None)
+
+
+def _check_offload(config: OffloadConfig | None, present: set[str], count: int) -> None:
+    for name in config.labels if config is not None else ():
+        wanted = [region for region, _ in OFFLOAD_MOVES[name]]
+        if FIRST not in wanted and not present.intersection(wanted):
+            usable = [n for n, moves in OFFLOAD_MOVES.items() if present.intersection(region for region, _ in moves)]
+            raise ValueError(
+                f"offload label {name!r}: none of the model's {count} blocks has a region it stands for ({', '.join(wanted)}). "
+                f"Offload labels this model has: {', '.join(usable)}, and block_input with full"
+            )
+
+
+def _moves(config: OffloadConfig | None, regions: Sequence[str], modes: dict[str, Mode], whole: bool) -> tuple[tuple[str, Moves], ...]:
+    """What moves in one block: of one that is recomputed whole nothing but its input is left."""
+    found = []
+    for name in config.labels if config is not None else ():
+        for region, what in OFFLOAD_MOVES[name]:
+            if what is Moves.INPUTS:
+                if whole:
+                    found.append((regions[0], what))
+            elif not whole and region in modes and not (what is Moves.OUTPUTS and modes[region] is Mode.RECOMPUTE):
+                found.append((region, what))
+    return tuple(found)
 
 
 def _covered(full: FullRecompute | None, count: int) -> tuple[frozenset[int], frozenset[int]]:

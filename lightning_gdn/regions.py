@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-__all__ = ["GDN", "ATTENTION", "BlockLayout", "Mode", "REGIONS", "stronger"]
+__all__ = ["GDN", "ATTENTION", "BlockLayout", "Mode", "Moves", "REGIONS", "stronger"]
 
 GDN = "gdn"
 """Block kind: the mixer is a Gated DeltaNet layer."""
@@ -26,9 +26,20 @@ class Mode(StrEnum):
     RECOMPUTE_INSIDE = "recompute_inside"
     """What the region saves inside goes and is replayed; its outputs stay (a plain checkpoint)."""
     OFFLOAD = "offload"
-    """What the region saves moves to pinned host memory."""
+    """What the region saves moves to pinned host memory, with every alias of it in the block."""
     RECOMPUTE = "recompute"
     """The inside and the outputs go, whoever saved them; the region is replayed in backward."""
+
+
+class Moves(StrEnum):
+    """Which storages around a region move to the host. Everything in the block that aliases one follows, whatever its region's mode."""
+
+    SAVED = "saved"
+    """What the region saves; where it is recomputed, what is held for its replay instead."""
+    OUTPUTS = "outputs"
+    """The region's outputs, whoever saves them."""
+    INPUTS = "inputs"
+    """What is held for the region's replay; for the first region of a block that is recomputed whole, that is the block's input."""
 
 
 _STRENGTH = {Mode.KEEP: 0, Mode.RECOMPUTE_INSIDE: 1, Mode.OFFLOAD: 2, Mode.RECOMPUTE: 3}

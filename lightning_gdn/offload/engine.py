@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from .budget import AutoFraction, Budget
-from .config import OffloadConfig
+from ..offload_config import OffloadConfig
 from .copies import CopyBackend, Event, storage_of
 from .pool import Pool
 from .statistics import Recorder, StepStatistics, TimelineEntry

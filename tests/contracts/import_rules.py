@@ -15,10 +15,10 @@ from pathlib import Path
 PACKAGE = "lightning_gdn"
 
 LEVELS: tuple[frozenset[str], ...] = (
-    frozenset({"regions", "labels", "plan"}),
+    frozenset({"regions", "offload_config", "labels", "plan"}),
     frozenset({"region_fn", "replay"}),
     frozenset({"offload"}),
-    frozenset({"tape", "ledger"}),
+    frozenset({"moving", "tape", "ledger"}),
     frozenset({"kernels", "models", "adapters"}),
     frozenset({"takeover", "inspection", "apply", "board"}),
     frozenset({"strategies", "_registration", "callbacks"}),

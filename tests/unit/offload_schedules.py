@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from lightning_gdn.offload import copies, engine
-from lightning_gdn.offload.config import OffloadConfig
+from lightning_gdn.offload_config import OffloadConfig
 from lightning_gdn.offload.engine import Block, Engine, HostCopy
 from lightning_gdn.offload.simulated import SimulatedBackend, SimulatedStream
 

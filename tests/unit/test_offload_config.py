@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lightning_gdn.offload.config import OffloadConfig, parse_offload
+from lightning_gdn.offload_config import OffloadConfig, parse_offload
 
 
 def test_defaults_and_text() -> None:
@@ -61,13 +61,13 @@ def test_a_bad_field_says_what_to_do(fields: dict[str, Any], message: str) -> No
     assert message in str(caught.value)
 
 
-@pytest.mark.parametrize("text", ["gdn_core_attn@", "gdn_core_attn@x", "gdn_core_attn@0.5,mlp", "gdn_core_attn@0.5@1", "", "gdn_core_attn@2"])
+@pytest.mark.parametrize("text", ["gdn_core_attn@", "gdn_core_attn@x", "gdn_core_attn@0.5,mlp@0.25", "gdn_core_attn@0.5@1", "", "gdn_core_attn@2"])
 def test_bad_text_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="offload"):
         parse_offload(text)
 
 
 def test_config_and_budget_need_no_torch() -> None:
-    code = "import sys, lightning_gdn.offload.config, lightning_gdn.offload.budget; print('torch' in sys.modules)"
+    code = "import sys, lightning_gdn.offload_config, lightning_gdn.offload.budget; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.split() == ["False"]

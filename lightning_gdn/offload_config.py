@@ -1,4 +1,4 @@
-"""What a user may ask of the offload engine. Imports no torch."""
+"""What a user may ask of the offload engine: labels, and how much may move at which price. Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,11 +7,20 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from ..labels import OFFLOAD_LABELS
-
-__all__ = ["MIB", "OffloadConfig", "parse_offload"]
+__all__ = ["MIB", "OFFLOAD_LABELS", "OffloadConfig", "parse_offload"]
 
 MIB = 1024 * 1024
+
+OFFLOAD_LABELS: dict[str, str] = {
+    "gdn_core_attn": "what the delta rule retains",
+    "gdn_in_proj": "outputs of the GDN projections, whoever retains them",
+    "gdn_norm_out": "what the gated output norm retains",
+    "core_attn": "what the attention core retains",
+    "mlp": "what the dense MLP retains",
+    "moe_act": "activations inside the routed experts",
+    "block_input": "the block's input, with whole-block recompute",
+}
+"""Offload labels by name (Megatron Core's `offload_modules` where they exist), and what each moves to the host."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,20 +94,29 @@ class OffloadConfig:
 def parse_offload(text: str, **fields: Any) -> OffloadConfig:
     """Read the text of an arm after `offload:`, for instance `gdn_core_attn@0.5` or `gdn_core_attn,mlp@auto`.
 
-    Labels are joined by `,` or `+`; one share of the bytes may follow, and holds for all of them. `fields` are passed to `OffloadConfig`.
+    Labels are joined by `,` or `+`, each with or without the word `offload:` before it. One share of the bytes may follow one of them, and
+    holds for all. `fields` are passed to `OffloadConfig`.
 
     Raises:
-        ValueError: as `OffloadConfig`, and for a share that is no number or is followed by something.
+        ValueError: as `OffloadConfig`, and for a share that is no number, or a second one that differs.
     """
-    names, at, share = text.removeprefix("offload:").partition("@")
-    labels = [name.strip() for name in names.replace("+", ",").split(",")]
-    if at:
-        share = share.strip()
+    labels, shares = [], list[str]()
+    for part in text.replace("+", ",").split(","):
+        name, at, share = part.strip().removeprefix("offload:").partition("@")
+        labels.append(name.strip())
+        if at:
+            shares.append(share.strip())
+    if len(set(shares)) > 1:
+        raise ValueError(
+            f"offload {text!r}: expected one share of the bytes for all labels, got {' and '.join(dict.fromkeys(shares))}; "
+            "write it once, for instance gdn_core_attn,mlp@0.5"
+        )
+    if shares:
         try:
-            fields["fraction"] = share if share == "auto" else float(share)
+            fields["fraction"] = shares[0] if shares[0] == "auto" else float(shares[0])
         except ValueError:
             raise ValueError(
-                f"offload {text!r}: expected one share of the bytes from 0 to 1, or auto, after the last label, got {share!r}. "
+                f"offload {text!r}: expected one share of the bytes from 0 to 1, or auto, after a label, got {shares[0]!r}. "
                 "It holds for all labels: write for instance gdn_core_attn,mlp@0.5"
             ) from None
     return OffloadConfig(labels=tuple(labels), **fields)
