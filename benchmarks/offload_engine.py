@@ -19,9 +19,9 @@ import torch
 
 from lightning_gdn.bench.environment import collect
 from lightning_gdn.bench.records import SCHEMA, write_json
-from lightning_gdn.offload_config import OffloadConfig
 from lightning_gdn.offload.cuda import CudaBackend
 from lightning_gdn.offload.engine import Engine
+from lightning_gdn.offload_config import OffloadConfig
 
 MIB = 2**20
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -17,10 +17,13 @@ from torch import nn
 
 from .inspection import ModelReport, inspect_model
 from .kernels import KERNELS, runtime_problem
-from .labels import LABELS, Selection, select
+from .labels import FIRST, LABELS, OFFLOAD_LABELS, OFFLOAD_MOVES, Selection, select
 from .ledger import Ledger
+from .moving import Engines
+from .offload.statistics import StepStatistics
+from .offload_config import MIB, OffloadConfig
 from .plan import Plan
-from .regions import GDN, Mode
+from .regions import GDN
 from .takeover import ON_FOREIGN_HOOKS, BlockTakeover, PartTakeover, Session, Takeover
 
 __all__ = ["AppliedPlan", "FreesNothingWarning", "apply_plan", "instrument"]
@@ -45,6 +48,29 @@ class AppliedPlan:
         self._labels = selection.labels if selection is not None else ()
         self._session = session
         self._takeovers = list(takeovers)
+        self.last_step: StepStatistics | None = None
+        """What offload did in the step that the last `step_statistics` ended; None without offload."""
+
+    def step_statistics(self, device: torch.device | None = None) -> StepStatistics | None:
+        """What offload did since the last call: bytes out and in, rates, stalls, pinned host memory, what stayed and why.
+
+        Call it once per optimizer step, on every rank: `offload` with the share `auto` decides there, together with the other ranks. The
+        strategy does it. `device`: where the blocks run, so that a rank on which none ran yet takes part as well.
+
+        Returns:
+            None without offload, or before a block ran.
+        """
+        engines = self._session.engines
+        if engines is not None:
+            if device is not None:
+                engines.on(device)
+            self.last_step = engines.step_statistics()
+        return self.last_step
+
+    @property
+    def engines(self) -> Engines | None:
+        """The offload engines, by device; None if nothing moves."""
+        return self._session.engines
 
     @property
     def ledger(self) -> Ledger:
@@ -98,9 +124,11 @@ class AppliedPlan:
         self.undo()
 
 
-def _check_labels(ledger: Ledger, labels: tuple[str, ...]) -> None:
+def _check_labels(ledger: Ledger, labels: tuple[str, ...], engines: Engines | None = None) -> None:
     """After the first forward: a label whose regions saved something and that freed nothing is a fault."""
     rows = ledger.by_region()
+    if engines is not None:
+        _check_offload(ledger, engines.config, engines)
     for name in labels:
         label = LABELS[name]
         regions = [rows[region] for region, _ in label.modes if region in rows]
@@ -115,6 +143,36 @@ def _check_labels(ledger: Ledger, labels: tuple[str, ...]) -> None:
                     FreesNothingWarning,
                     stacklevel=2,
                 )
+
+
+def _check_offload(ledger: Ledger, config: OffloadConfig, engines: Engines) -> None:
+    skipped: dict[str, int] = {}
+    for engine in engines.by_device.values():
+        for reason, nbytes in engine.skipped.items():
+            skipped[reason] = skipped.get(reason, 0) + nbytes
+    stayed = ", ".join(f"{reason} {nbytes / MIB:.1f} MiB" for reason, nbytes in skipped.items()) or "nothing"
+    _log.info("offload %s: %.1f MiB moved in the first forward; stayed on the device: %s", config, ledger.moved_bytes / MIB, stayed)
+    if config.fraction == 0 or config.max_pinned_gib == 0:
+        return
+    moved = {(row.block, row.region) for row in ledger.rows() if row.moved_bytes}
+    for name in config.labels:
+        regions = {region for region, _ in OFFLOAD_MOVES[name]}
+        if not any(region in regions or regions == {FIRST} for _, region in moved):
+            warnings.warn(
+                f"offload label {name!r} moved nothing in the first step ({OFFLOAD_LABELS[name]}); bytes that stayed, by reason: {stayed}. "
+                f"Storages below min_bytes={config.min_bytes} and those of the last {config.resident_last_blocks} block(s) stay by intent",
+                FreesNothingWarning,
+                stacklevel=2,
+            )
+
+
+def _say_unfreed(unfreed: int) -> None:
+    if unfreed:
+        _log.warning(
+            "offload: %.1f MiB were moved to the host in the first step and are on the device all the same, since something outside the blocks "
+            "holds them (output_hidden_states, a cache, a hook, the input of the first block)",
+            unfreed / MIB,
+        )
 
 
 def _refuse_other_recompute(model: nn.Module, report: ModelReport) -> None:
@@ -162,17 +220,21 @@ def apply_plan(
     model: nn.Module,
     plan_or_labels: Plan | Selection | str | Sequence[str],
     *,
+    offload: str | Sequence[str] | OffloadConfig = (),
     kernels: str = "stock",
     on_foreign_hooks: str = "raise",
+    reduce_min: Callable[[float], float] | None = None,
 ) -> AppliedPlan:
     """Put a plan into force on a model until `undo()`.
 
     Args:
         model: any module that contains the blocks, at any depth. Parameters, names and `state_dict` do not change.
         plan_or_labels: labels (`["gdn_conv", "layernorm"]`, `"full:block:6"`, `[]` for the control), or a `Plan` made for this model.
+        offload: offload labels or an `OffloadConfig`, with labels (not with a `Selection` or a `Plan`, which hold their own).
         kernels: `"stock"` runs what the model itself would run; `"fused"` flash-linear-attention's convolution and gated norm on CUDA
             (less memory, faster, not bit-equal to the eager ones), also with the control.
         on_foreign_hooks: what to do when a block is called inside other saved-tensor hooks: `"raise"`, or `"bypass"` (run untouched).
+        reduce_min: on several ranks, with the offload share `auto`: the smallest of a number over the ranks, so that all of them settle on one.
 
     Returns:
         The plan in force. With the control nothing is installed.
@@ -188,13 +250,17 @@ def apply_plan(
         raise ValueError(f"on_foreign_hooks: expected one of {', '.join(ON_FOREIGN_HOOKS)}, got {on_foreign_hooks!r}")
     selection = None
     if not isinstance(plan_or_labels, Plan):
-        selection = plan_or_labels if isinstance(plan_or_labels, Selection) else select(plan_or_labels)
+        given = isinstance(plan_or_labels, Selection)
+        selection = plan_or_labels if isinstance(plan_or_labels, Selection) else select(plan_or_labels, offload=offload)
+    if offload and (selection is None or given):
+        raise ValueError(f"offload: a {type(plan_or_labels).__name__} holds its own offload, got offload={offload!r} beside it; give labels instead")
     report = inspect_model(model)
     control = selection.is_control if selection is not None else plan_or_labels.is_control  # type: ignore[union-attr]
     if not (control and kernels == "stock") and not any(layout.kind == GDN for layout in report.layouts):
         raise _no_blocks(model, report)
     plan = Plan.from_labels(selection, report.layouts) if selection is not None else _checked(plan_or_labels, report)  # type: ignore[arg-type]
-    session = Session(Ledger(block.name for block in plan.blocks), kernels, on_foreign_hooks)
+    engines = Engines(plan.offload, len(plan.blocks), reduce_min) if plan.offload is not None and not plan.is_control else None
+    session = Session(Ledger(block.name for block in plan.blocks), kernels, on_foreign_hooks, engines)
     _refuse_second_plan(report)  # the control too: a model under a plan is no control
     if plan.is_control and kernels == "stock":
         return AppliedPlan(report, plan, selection, session, ())
@@ -206,7 +272,8 @@ def apply_plan(
         _log.info("torch.compile: taken-over blocks run eagerly, one graph break per block; the rest stays compiled")
     applied = AppliedPlan(report, plan, selection, session, _install(report, plan, session))
     # Not a method of `applied`: session -> applied -> session would keep a dropped model until the garbage collector runs.
-    session.on_complete = partial(_check_labels, session.ledger, selection.labels if selection is not None else ())
+    session.on_complete = partial(_check_labels, session.ledger, selection.labels if selection is not None else (), engines)
+    session.on_settled = _say_unfreed
     return applied
 
 
@@ -224,9 +291,8 @@ def _checked(plan: Plan, report: ModelReport) -> Plan:
 def _install(report: ModelReport, plan: Plan, session: Session) -> list[Takeover]:
     takeovers: list[Takeover] = []
     continues = False
-    for found, block in zip(report.blocks, plan.blocks, strict=True):
-        modes: dict[str, Mode] = dict(block.modes)
-        takeovers.append(BlockTakeover(found.module, found.adapter, block.name, modes, (continues, block.carry), session))
+    for index, (found, block) in enumerate(zip(report.blocks, plan.blocks, strict=True)):
+        takeovers.append(BlockTakeover(found.module, found.adapter, block, index, continues, session))
         continues = block.carry
         takeovers += [PartTakeover(module, run) for module, run in found.adapter.parts(found.module)]
     for takeover in takeovers:

@@ -15,7 +15,18 @@ from dataclasses import dataclass
 from .offload_config import OFFLOAD_LABELS, OffloadConfig, parse_offload
 from .regions import Mode, Moves
 
-__all__ = ["FullRecompute", "LABELS", "OFFLOAD_LABELS", "OFFLOAD_MOVES", "Label", "Selection", "UnavailableLabelError", "advice", "parse_arm", "select"]
+__all__ = [
+    "FullRecompute",
+    "LABELS",
+    "OFFLOAD_LABELS",
+    "OFFLOAD_MOVES",
+    "Label",
+    "Selection",
+    "UnavailableLabelError",
+    "advice",
+    "parse_arm",
+    "select",
+]
 
 RESERVED = ("auto", "none", "full")
 FULL_METHODS = ("uniform", "block")

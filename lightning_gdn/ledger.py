@@ -6,6 +6,7 @@ without it. All figures are bytes of *unique storages per block*; parameters and
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from .replay import Region, Slot
 
 if TYPE_CHECKING:
+    from .moving import Moved
     from .tape import Probe
 
 __all__ = ["BETWEEN", "Ledger", "LedgerRow", "is_weight_cast"]
@@ -34,12 +36,16 @@ class LedgerRow:
     """Storages that autograd saved here first and that stay until backward."""
     discarded_bytes: int = 0
     """Storages that autograd saved here first and whose memory went after the forward."""
+    offloaded_bytes: int = 0
+    """Storages that autograd saved here first and that moved to the host."""
     weight_cast_bytes: int = 0
     """Of kept and discarded: copies of weights that autocast made."""
     replay_input_bytes: int = 0
     """Storages that the untouched model would have let go, held so that this region can be replayed."""
     freed_bytes: int = 0
     """Storages that a replay of *this* region brings back, whoever saved them."""
+    moved_bytes: int = 0
+    """Storages that *this* region's offload label moved to the host, whoever saved them or holds them for a replay."""
     calls: int = 0
     replays: int = 0
 
@@ -60,11 +66,30 @@ class Ledger:
         self.kernels: dict[str, str] = {}
         """Region -> kernel that really ran in the instrumented step."""
         self._make: Callable[[str, nn.Module], Probe | None] | None = None
+        self._sources: dict[str, list[tuple[int, StorageWeakRef]]] = {}
+        self.unfreed_bytes: int | None = None
+        """Of the moved bytes those that are on the device all the same when the backward begins, since something else holds them; None before
+        it. Moved bytes are freed bytes where this is 0."""
 
     def arm(self) -> None:
         """Clear the rows and instrument the next forward of every block."""
         self._rows.clear()
+        self._sources.clear()
+        self.unfreed_bytes = None
         self.pending = set(self.blocks)
+
+    @property
+    def settled(self) -> bool:
+        """True where no block waits to be counted and no source to be looked for."""
+        return not self.pending and not self._sources
+
+    def settle(self) -> int | None:
+        """The forward is over and the first backward begins: see which sources of moved storages are still there. Returns their bytes, once."""
+        if not self._sources:
+            return None
+        self.unfreed_bytes = sum(nbytes for sources in self._sources.values() for nbytes, source in sources if not source.expired())
+        self._sources.clear()
+        return self.unfreed_bytes
 
     def watch(self, make: Callable[[str, nn.Module], Probe | None] | None) -> None:
         """Hand every further call of a block to a probe that `make(block's name, block)` gives; the rows stay. None ends it."""
@@ -92,7 +117,7 @@ class Ledger:
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes that autograd saved and that stay; `kept + discarded` is what the untouched blocks retain."""
+        """Bytes that autograd saved and that stay; `kept + discarded + offloaded` is what the untouched blocks retain."""
         return self._sum("kept_bytes")
 
     @property
@@ -101,13 +126,23 @@ class Ledger:
         return self._sum("discarded_bytes")
 
     @property
+    def offloaded_bytes(self) -> int:
+        """Bytes that autograd saved and that moved to the host."""
+        return self._sum("offloaded_bytes")
+
+    @property
+    def moved_bytes(self) -> int:
+        """All bytes that moved to the host: those that autograd saved, and those held for a replay only."""
+        return self._sum("moved_bytes")
+
+    @property
     def replay_input_bytes(self) -> int:
-        """Bytes held only so that a replay can run."""
+        """Bytes held on the device only so that a replay can run."""
         return self._sum("replay_input_bytes")
 
     @property
     def retained_bytes(self) -> int | None:
-        """Bytes that the blocks hold between forward and backward (`kept + replay_input`); None before the first forward."""
+        """Bytes that the blocks hold on the device between forward and backward (`kept + replay_input`); None before the first forward."""
         return self.kept_bytes + self.replay_input_bytes if self._rows else None
 
     def as_dict(self) -> dict[str, Any]:
@@ -118,6 +153,9 @@ class Ledger:
             "kept_bytes": self.kept_bytes,
             "discarded_bytes": self.discarded_bytes,
             "replay_input_bytes": self.replay_input_bytes,
+            "offloaded_bytes": self.offloaded_bytes,
+            "moved_bytes": self.moved_bytes,
+            "unfreed_bytes": self.unfreed_bytes,
             "by_region": {name: {k: v for k, v in asdict(row).items() if k not in ("block", "region")} for name, row in self.by_region().items()},
         }
 
@@ -184,10 +222,16 @@ class BlockProbe:
     def abandon(self) -> None:
         """The block's forward raised: hold nothing of it (probe -> slot -> region -> probe is a cycle), and count the next call."""
         self._storages.clear()
+        self._ledger._sources.pop(self._block, None)
         for key in [key for key in self._ledger._rows if key[0] == self._block]:
             del self._ledger._rows[key]
 
-    def finish(self, regions: Sequence[Region]) -> None:
+    def closing(self) -> None:
+        """Hold no tensor that may move, and none of a graph that died in the block: handles are counted as they are."""
+        for entry in self._storages.values():
+            entry.packed = [weakref.ref(p) if type(p) is Slot and p.region is None else p for p in entry.packed]
+
+    def finish(self, regions: Sequence[Region], moved: Sequence[Moved] = ()) -> None:
         """The block's forward ended: decide what stays."""
         held: dict[int, tuple[str, int]] = {}
         for region in regions:
@@ -202,7 +246,9 @@ class BlockProbe:
             row = self._ledger.row(self._block, entry.region)
             if entry.cast:
                 row.weight_cast_bytes += entry.nbytes
-            if len(handles) < len(entry.packed) or key in held:
+            if key not in held and any(_has_moved(p) for p in entry.packed):
+                row.offloaded_bytes += entry.nbytes
+            elif len(handles) < len(entry.packed) or key in held:
                 row.kept_bytes += entry.nbytes
             else:
                 row.discarded_bytes += entry.nbytes
@@ -210,8 +256,16 @@ class BlockProbe:
             held.pop(key, None)
         for name, nbytes in held.values():
             self._ledger.row(self._block, name).replay_input_bytes += nbytes
+        for each in moved:
+            self._ledger.row(self._block, each.region).moved_bytes += each.ticket.nbytes
+            self._ledger._sources.setdefault(self._block, []).append((each.ticket.nbytes, each.source))
         self._storages.clear()
         self._ledger.pending.discard(self._block)
+
+
+def _has_moved(packed: object) -> bool:
+    slot = packed() if isinstance(packed, weakref.ref) else None
+    return type(slot) is Slot and slot.moved is not None
 
 
 _LAYOUT_NODES = (

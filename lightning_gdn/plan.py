@@ -170,7 +170,7 @@ def _check_offload(config: OffloadConfig | None, present: set[str], count: int) 
 
 def _moves(config: OffloadConfig | None, regions: Sequence[str], modes: dict[str, Mode], whole: bool) -> tuple[tuple[str, Moves], ...]:
     """What moves in one block: of one that is recomputed whole nothing but its input is left."""
-    found = []
+    found: list[tuple[str, Moves]] = []
     for name in config.labels if config is not None else ():
         for region, what in OFFLOAD_MOVES[name]:
             if what is Moves.INPUTS:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -60,14 +60,21 @@ class ReplayCounter(Protocol):
         """The replay ended; what it saved and its outputs are still held."""
 
 
+class Ticket(Protocol):
+    """One storage that moved to the host (`offload.engine.HostCopy`)."""
+
+    def view(self, size: Sequence[int], stride: Sequence[int], offset: int, dtype: torch.dtype) -> Tensor:
+        """A view of the storage, back on the device."""
+
+
 class Slot:
-    """A saved tensor, or a region's input: the tensor, or a handle into a replay.
+    """A saved tensor, or a region's input: the tensor, a handle into a replay, or a view of a storage on the host.
 
     While its region runs, the slot of a saved tensor holds the tensor as it is; `stay` or one of the `point_` methods must follow, since
     the raw tensor would keep its own graph alive.
     """
 
-    __slots__ = ("tensor", "version", "region", "inside", "index", "size", "stride", "offset")
+    __slots__ = ("tensor", "version", "region", "inside", "index", "size", "stride", "offset", "dtype", "ticket", "__weakref__")
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor: Tensor | None = tensor
@@ -100,13 +107,27 @@ class Slot:
         self.size, self.stride, self.offset = tensor.shape, tensor.stride(), tensor.storage_offset()
         return self
 
+    def move(self, ticket: Ticket) -> None:
+        """The storage moved to the host: let it go here."""
+        tensor = self.tensor
+        assert tensor is not None
+        self.size, self.stride, self.offset, self.dtype = tensor.shape, tensor.stride(), int(tensor.storage_offset()), tensor.dtype
+        self.ticket: Ticket = ticket
+        self.tensor = None
+
+    @property
+    def moved(self) -> Ticket | None:
+        """The ticket, if the storage moved to the host."""
+        return self.ticket if self.tensor is None and self.region is None else None
+
     def resolve(self) -> Tensor:
-        """The tensor, replayed if need be."""
+        """The tensor, replayed or brought back if need be."""
         region = self.region
         if region is not None:
             return region.serve(self)
         tensor = self.tensor
-        assert tensor is not None
+        if tensor is None:
+            return self.ticket.view(self.size, self.stride, self.offset, self.dtype)
         if tensor._version != self.version:
             raise modified(tensor, self.version)
         return tensor

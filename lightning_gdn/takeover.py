@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,6 +16,9 @@ from torch import Tensor, nn
 
 from .adapters.base import Adapter
 from .ledger import Ledger
+from .moving import Engines, Mover, Moving
+from .offload.engine import Block
+from .plan import BlockPlan
 from .regions import Mode
 from .tape import Carry, Tape, active_tape
 
@@ -29,13 +32,21 @@ _CARRY = "_lightning_gdn_carry"
 class Session:
     """What the takeovers of one model share."""
 
-    def __init__(self, ledger: Ledger, kernels: str, on_foreign_hooks: str) -> None:
-        self.ledger, self.kernels = ledger, kernels
+    def __init__(self, ledger: Ledger, kernels: str, on_foreign_hooks: str, engines: Engines | None = None) -> None:
+        self.ledger, self.kernels, self.engines = ledger, kernels, engines
         self.on_foreign_hooks = on_foreign_hooks
         self.ended = False
         """True after undo: copies of the model made meanwhile (EMA, a saved best model) run untouched from then on."""
         self.on_complete: Callable[[], None] | None = None
         """Called once: when every block was instrumented, or at the end for those that were."""
+        self.on_settled: Callable[[int], None] | None = None
+        """Called with the bytes that moved and were not freed, when the backward of the instrumented step begins."""
+
+    def settle(self, _: object = None) -> None:
+        """A backward begins. (A hook on gradients.)"""
+        unfreed = self.ledger.settle()
+        if unfreed is not None and self.on_settled is not None:
+            self.on_settled(unfreed)
 
     def complete(self) -> None:
         """The instrumented step is over."""
@@ -48,6 +59,8 @@ class Session:
         self.ended = True
         if self.ledger.rows():
             self.complete()
+        if self.engines is not None:
+            self.engines.close()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Session:
         return self  # a copied model (EMA, a target network) reports where the original does
@@ -136,12 +149,14 @@ class PartTakeover(Takeover):
 class BlockTakeover(Takeover):
     """A block: opens the tape around the adapter's forward."""
 
-    def __init__(self, module: nn.Module, adapter: Adapter, name: str, modes: Mapping[str, Mode], chunk: tuple[bool, bool], session: Session) -> None:
+    def __init__(self, module: nn.Module, adapter: Adapter, plan: BlockPlan, index: int, continues: bool, session: Session) -> None:
         super().__init__(module, adapter.block_forward)
-        self.name, self.session = name, session
-        self._adapter = adapter
-        self._modes = {region: mode for region, mode in modes.items() if mode is not Mode.KEEP}
-        self._continues, self._carry = chunk  # whether the block before hands its output on, whether this one does
+        self.name, self.session = plan.name, session
+        self._adapter, self._index = adapter, index
+        self._modes = {region: mode for region, mode in plan.modes if mode not in (Mode.KEEP, Mode.OFFLOAD)}
+        self._continues, self._carry = continues, plan.carry  # whether the block before hands its output on, whether this one does
+        self._moving = Moving.of(plan.moves, session.engines.config) if session.engines is not None else None
+        self._weights: set[tuple[tuple[int, ...], torch.dtype]] | None = None
 
     @_runs_eagerly
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -149,22 +164,48 @@ class BlockTakeover(Takeover):
         x: Tensor = args[0] if args else kwargs["hidden_states"]
         if session.ended or not torch.is_grad_enabled():
             return self._as_it_is(module, x.device, args, kwargs)
+        if session.engines is None:
+            return self._with_grad(module, x, None, args, kwargs)
+        if self._moving is not None and not self._may_run(module):
+            return self._as_it_is(module, x.device, args, kwargs)
+        with session.engines.on(x.device).block(self._index, session.engines.count) as block:
+            out = self._with_grad(module, x, block, args, kwargs)
+        if out.requires_grad:
+            out.register_hook(block.backward)
+            if not session.ledger.settled:
+                out.register_hook(session.settle)
+        return out
+
+    def _with_grad(self, module: nn.Module, x: Tensor, block: Block | None, args: Any, kwargs: Any) -> Any:
+        session = self.session
+        moving = self._moving if block is not None else None
         probe = session.ledger.probe(self.name, module) if session.ledger.pending else None
-        if not self._modes and (probe is None or self._other_recompute(module) is not None):
+        if not self._modes and moving is None and (probe is None or self._other_recompute(module) is not None):
             return self._as_it_is(module, x.device, args, kwargs)
         if not self._may_run(module):
             return self._as_it_is(module, x.device, args, kwargs)
         handed_on: Carry | None = x.__dict__.pop(_CARRY, None) if self._continues else None
         if probe is not None:
             session.ledger.kernels.update(self._adapter.kernels(module, x.device, session.kernels))
-        with Tape(self._modes, x.device, probe, handed_on, session.kernels) as tape:
+        mover = Mover(moving, block, module, (args, kwargs), x, self._casts(module, x.device)) if moving is not None and block is not None else None
+        with Tape(self._modes, x.device, probe, handed_on, session.kernels, mover) as tape:
             out = self._run(module, tape, *args, **kwargs)
             carry = tape.carry(out) if self._carry else None
+            if mover is not None:
+                mover.returns(out)
         if carry is not None:
             setattr(out, _CARRY, carry)
         if probe is not None and session.ledger.complete:
             session.complete()
         return out
+
+    def _casts(self, module: nn.Module, device: torch.device) -> set[tuple[tuple[int, ...], torch.dtype]] | None:
+        """Shapes and dtypes of weights, where autocast may copy them."""
+        if not torch.is_autocast_enabled(device.type):
+            return None
+        if self._weights is None:
+            self._weights = {(tuple(weight.shape), weight.dtype) for weight in module.parameters()}
+        return self._weights
 
     def _as_it_is(self, module: nn.Module, device: torch.device, args: Any, kwargs: Any) -> Any:
         if self._adapter.own_forward_runs(module, device, self.session.kernels):

@@ -1,4 +1,4 @@
-"""The tape: keep or recompute what autograd saves, region by region, around one block's forward.
+"""The tape: keep, recompute or move what autograd saves, region by region, around one block's forward.
 
 A block runs as a sequence of regions (`Tape.run`); saved-tensor hooks are open around those where a saved tensor can matter. After
 a region that is recomputed its saved tensors are swept: one that aliases the region's *input* stays, an internal one becomes a
@@ -6,6 +6,9 @@ a region that is recomputed its saved tensors are swept: one that aliases the re
 *output*. Outputs are registered by storage, so a later region that saves a view of one gets a handle too: that is how memory is
 freed without replaying a projection. In backward the first handle of a region replays it once; every handle gets its exact view;
 each tensor of the replay is dropped when its last handle was served.
+
+Where something moves to the host, hooks are open around the whole block, since any region may save an alias of it; `moving` decides when
+the block has ended.
 
 Identity is storage, offset, size, stride and dtype. A registered output holds a `StorageWeakRef`, so its address cannot be
 reused while the block runs. Nothing here knows a model.
@@ -20,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from .moving import Moved, Mover
 from .region_fn import RegionFn
 from .regions import Mode
 from .replay import Meta, Region, ReplayCounter, RngState, Slot, in_replay, is_parameter, modified, pop_hooks, push_hooks, thread_state
@@ -51,8 +55,11 @@ class Probe(ReplayCounter, Protocol):
     def ended(self, region: str, result: object) -> None:
         """A region ended in the forward: a tensor or a tuple of tensors."""
 
-    def finish(self, regions: Sequence[Region]) -> None:
-        """The block's forward ended."""
+    def closing(self) -> None:
+        """The block's forward ended, nothing has moved yet: hold no slot that only the probe holds."""
+
+    def finish(self, regions: Sequence[Region], moved: Sequence[Moved]) -> None:
+        """The block's forward ended, and this moved to the host."""
 
     def abandon(self) -> None:
         """The block's forward raised."""
@@ -97,13 +104,22 @@ class Tape:
         probe: the ledger's probe in an instrumented step; if it counts saved tensors, hooks are open around the whole block.
         carry: the block's input, if the block before handed it on.
         kernels: the option `kernels`, for the adapter to read.
+        mover: what moves to the host; None if nothing may.
     """
 
     def __init__(
-        self, modes: Mapping[str, Mode], device: torch.device, probe: Probe | None = None, carry: Carry | None = None, kernels: str = "stock"
+        self,
+        modes: Mapping[str, Mode],
+        device: torch.device,
+        probe: Probe | None = None,
+        carry: Carry | None = None,
+        kernels: str = "stock",
+        mover: Mover | None = None,
     ) -> None:
         self.kernels = kernels
-        self._modes, self._device, self._probe = modes, device, probe
+        self._modes, self._device, self._probe, self._mover = modes, device, probe, mover
+        self._sees_all = mover is not None or (probe is not None and probe.counts_saved)
+        self._simple = mover is None and probe is None
         self._autocast: tuple[str, bool, torch.dtype, torch.dtype] | None = None
         self._registry: dict[int, _Output] = {} if carry is None else {carry.key: carry.output}
         self._regions: list[Region] = []
@@ -114,51 +130,71 @@ class Tape:
         self._name = ""
 
     def __enter__(self) -> Tape:
-        if self._probe is not None and self._probe.counts_saved:
+        if self._sees_all:
             push_hooks(self._pack_kept, _unpack)
         self._outer, thread_state.tape = active_tape(), self
         return self
 
     def __exit__(self, *exc: object) -> None:
         thread_state.tape = self._outer
-        if self._probe is not None and self._probe.counts_saved:
+        if self._sees_all:
             pop_hooks()
         failed = exc[0] is not None
-        for region in reversed(self._regions):
-            if failed or not (region.needed or region is self._hold):
-                region.args = None
-                continue
-            assert region.args is not None
-            for arg in region.args:
-                if type(arg) is Slot and arg.region is not None:
-                    arg.region.count(arg.index)
-        if self._probe is not None:
-            if failed:
+        try:
+            for region in reversed(self._regions):
+                if failed or not (region.needed or region is self._hold):
+                    region.args = None
+                    continue
+                assert region.args is not None
+                for arg in region.args:
+                    if type(arg) is Slot and arg.region is not None:
+                        arg.region.count(arg.index)
+            if not (failed or self._simple):
+                self._finish()
+        except BaseException:
+            failed = True
+            raise
+        finally:
+            if failed and self._probe is not None:
                 self._probe.abandon()
-            else:
-                self._probe.finish(self._regions)
-        self._registry.clear()
-        for pin in self._pins:
-            torch.UntypedStorage._free_weak_ref(pin)
-        self._pins, self._regions = [], []
-        self._hold = self._outer = self._probe = None
+            self._registry.clear()
+            for pin in self._pins:
+                torch.UntypedStorage._free_weak_ref(pin)
+            self._pins, self._regions = [], []
+            self._hold = self._outer = self._probe = self._mover = None
+
+    def _finish(self) -> None:
+        probe, mover = self._probe, self._mover
+        if mover is not None and probe is not None:
+            probe.closing()
+        moved = mover.finish(self._regions) if mover is not None else ()
+        if probe is not None:
+            probe.finish(self._regions, moved)
 
     def run(self, fn: RegionFn, owner: nn.Module, *args: Any) -> Any:
         """Run one region. `args` are tensors, or constants a replay may use again as they are."""
         if self._slots is not None:  # inside a region that is recomputed, inner regions run inline
             return fn.call(owner, *args)
         mode = self._modes.get(fn.name, Mode.KEEP)
-        if self._probe is None:
+        if self._simple:
             if mode is not Mode.KEEP:
                 return self._recompute(fn, owner, args, mode)
             return self._keep(fn, owner, args) if self._registry else fn.call(owner, *args)
-        self._probe.called(fn.name)
+        probe, mover = self._probe, self._mover
+        if probe is not None:
+            probe.called(fn.name)
         outer, self._name = self._name, fn.name
         try:
-            result = self._keep(fn, owner, args) if mode is Mode.KEEP else self._recompute(fn, owner, args, mode)
+            if mode is not Mode.KEEP:
+                result = self._recompute(fn, owner, args, mode)
+            else:
+                result = fn.call(owner, *args) if self._sees_all else self._keep(fn, owner, args)
         finally:
             self._name = outer
-        self._probe.ended(fn.name, result)
+        if probe is not None:
+            probe.ended(fn.name, result)
+        if mover is not None:
+            mover.ended(fn.name, result)
         return result
 
     def carry(self, output: Tensor) -> Carry | None:
@@ -204,6 +240,8 @@ class Tape:
             pop_hooks()
             self._slots = None
         self._sweep(region, mode, slots, result if isinstance(result, tuple) else (result,))
+        if self._mover is not None:
+            self._mover.follow(fn.name, slots)
         return result
 
     def _take_inputs(self, region: Region, args: tuple[Any, ...]) -> Region:
@@ -243,7 +281,7 @@ class Tape:
             if self._link(slot, tensor, _storage_key(tensor), saved=True):
                 packed = slot
         if packed is None:
-            packed = (tensor.detach(), tensor._version)
+            packed = (tensor.detach(), tensor._version) if self._mover is None else self._mover.saved(self._name, tensor)
         if self._probe is not None:
             self._probe.saved(self._name, tensor, packed)
         return packed
@@ -257,7 +295,7 @@ class Tape:
             return _with_version(tensor)
         key = _storage_key(tensor)
         packed: Slot | tuple[Tensor, int]
-        if key in self._inputs and key not in self._registry:
+        if key in self._inputs and key not in self._registry and self._mover is None:
             packed = (tensor.detach(), tensor._version)  # an input stays what it is
         else:
             packed = Slot(tensor)

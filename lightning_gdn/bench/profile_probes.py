@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..callbacks._counters import DeviceCounters
+from ..moving import Moved
 from ..replay import Region
 from .profile_phases import Clock, Moment, first_tensor
 
@@ -48,7 +49,10 @@ class SilentProbe:
     def saved(self, region: str, tensor: Tensor, packed: object) -> None:
         """See `Probe`."""
 
-    def finish(self, regions: Sequence[Region]) -> None:
+    def closing(self) -> None:
+        """See `Probe`."""
+
+    def finish(self, regions: Sequence[Region], moved: Sequence[Moved]) -> None:
         """See `Probe`."""
 
     def abandon(self) -> None:
@@ -186,7 +190,7 @@ class _RegionProbe(SilentProbe):
     def replay_ended(self, region: str) -> None:
         self._times.replayed((self._block, region), self._open.pop())
 
-    def finish(self, regions: Sequence[Region]) -> None:
+    def finish(self, regions: Sequence[Region], moved: Sequence[Moved]) -> None:
         self._nodes.clear()
 
     def abandon(self) -> None:

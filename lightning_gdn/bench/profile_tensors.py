@@ -17,6 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..inspection import FoundBlock
 from ..ledger import BETWEEN, is_weight_cast
+from ..moving import Moved
 from ..replay import Region
 from .profile_phases import first_tensor
 from .profile_probes import SilentProbe
@@ -99,7 +100,7 @@ class TensorProbe(SilentProbe):
         """The storages in the order in which they were saved."""
         return list(self._found.values())
 
-    def finish(self, regions: Sequence[Region]) -> None:
+    def finish(self, regions: Sequence[Region], moved: Sequence[Moved]) -> None:
         """See `Probe`."""
 
     def abandon(self) -> None:

@@ -10,15 +10,15 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from .budget import AutoFraction, Budget
 from ..offload_config import OffloadConfig
-from .copies import CopyBackend, Event, storage_of
+from .budget import AutoFraction, Budget
+from .copies import CopyBackend, Event, storage_of, view_of
 from .pool import Pool
 from .statistics import Recorder, StepStatistics, TimelineEntry
 from .transfers import Copy, Transfers
@@ -57,6 +57,10 @@ class HostCopy:
             torch.OutOfMemoryError: no room for the reload; a later fetch can succeed.
         """
         return self._engine._fetch(self)
+
+    def view(self, size: Sequence[int], stride: Sequence[int], offset: int, dtype: torch.dtype) -> Tensor:
+        """`fetch`, and a view of the storage with exactly this size, stride and offset."""
+        return view_of(self.fetch(), size, stride, offset, dtype)
 
 
 class _Pass:
@@ -108,6 +112,11 @@ class Block:
             The ticket; None if the storage stays on the device (counted by reason: size, resident block, budget, pool full, cannot move).
         """
         return self._engine._offer(self, source, handles)
+
+    def skip(self, reason: str, nbytes: int) -> None:
+        """Count a storage that the caller does not offer, so that the step's statistics say why."""
+        with self._engine._lock:
+            self._engine._recorder.skip(reason, nbytes)
 
     def backward(self, _: object = None) -> None:
         """This block's backward begins: enqueue the reloads of the blocks before it. `fetch` calls it too; a hook on the gradient of the
@@ -171,6 +180,11 @@ class Engine:
         if self.auto is not None:
             self.fraction = self.auto.observe(statistics)
         return statistics
+
+    @property
+    def skipped(self) -> dict[str, int]:
+        """Bytes that stayed on the device since the last `step_statistics`, by reason."""
+        return dict(self._recorder.skipped)
 
     def close(self) -> None:
         """Give idle pinned memory back to the machine. The engine stays usable; buffers of live tickets stay theirs."""

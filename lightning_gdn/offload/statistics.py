@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from .copies import CopyBackend, Event, Stream
 from .pool import Pool
 
-__all__ = ["Recorder", "StepStatistics", "TimelineEntry"]
+__all__ = ["Recorder", "StepStatistics", "TimelineEntry", "merged"]
+
+FOLD_SPANS = 8192
+"""Times that may wait to be read: some hundred steps' worth would else pile up where nobody asks for statistics."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +40,7 @@ class StepStatistics:
     fallback_bytes: int
     """Kept on the GPU because the pool was full."""
     skipped: dict[str, int]
-    """Bytes kept on the GPU by intent: `min_bytes`, `resident`, `budget`, `ineligible`."""
+    """Bytes kept on the GPU by intent: `min_bytes`, `resident`, `budget`, `ineligible`, and what the caller did not offer, by its reason."""
     prefetch_oom: int
     """Reloads ahead that found no room on the GPU and were left for the time of their use."""
     pinned_held: int
@@ -86,6 +90,19 @@ class StepStatistics:
         return {**asdict(self), "out_gb_s": self.out_gb_s, "in_gb_s": self.in_gb_s, "stall_ms": self.stall_ms, "hidden_share": self.hidden_share}
 
 
+def merged(parts: Sequence[StepStatistics]) -> StepStatistics | None:
+    """The same step of several engines: sums, and the smallest fraction. None of no engine."""
+    if len(parts) < 2:
+        return parts[0] if parts else None
+    rows = [asdict(part) for part in parts]
+    total: dict[str, Any] = {name: sum(row[name] for row in rows) for name in rows[0] if name not in ("fraction", "skipped")}
+    skipped: dict[str, int] = {}
+    for row in rows:
+        for reason, nbytes in row["skipped"].items():
+            skipped[reason] = skipped.get(reason, 0) + nbytes
+    return StepStatistics(fraction=min(part.fraction for part in parts), skipped=skipped, **total)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimelineEntry:
     """One event in a ticket's life. Entries are in the host's order of enqueueing."""
@@ -111,6 +128,9 @@ class Recorder:
         self.counts: dict[str, int] = {}
         self.skipped: dict[str, int] = {}
         self._spans: list[tuple[str, Event, Event, int]] = []
+        self._times: dict[str, float] = {}
+        self._sizes: dict[str, int] = {}
+        self._fold_at = FOLD_SPANS
 
     def add(self, name: str, amount: int = 1) -> None:
         """Count."""
@@ -128,19 +148,26 @@ class Recorder:
         """A time to be read later; `name` is `copy_out`, `copy_in`, `stall_out`, `stall_in`, `forward` or `backward`."""
         if start is not None and end is not None:
             self._spans.append((name, start, end, nbytes))
+            if len(self._spans) >= self._fold_at:  # nobody takes statistics: events must not pile up
+                self._fold()
+                self._fold_at = FOLD_SPANS + len(self._spans)
 
-    def snapshot(self, pool: Pool, fraction: float) -> StepStatistics:
-        """Everything since the last snapshot, without waiting for the device; resets."""
-        times: dict[str, float] = {}
-        nbytes: dict[str, int] = {}
+    def _fold(self) -> None:
+        """Read the times that were reached, without waiting for the device."""
         waiting = []
         for name, start, end, size in self._spans:
             if self._backend.done(start) and self._backend.done(end):
-                times[name] = times.get(name, 0.0) + self._backend.elapsed_ms(start, end)
-                nbytes[name] = nbytes.get(name, 0) + size
+                self._times[name] = self._times.get(name, 0.0) + self._backend.elapsed_ms(start, end)
+                self._sizes[name] = self._sizes.get(name, 0) + size
             else:
                 waiting.append((name, start, end, size))
-        counts, self.counts, self._spans = self.counts, {}, waiting
+        self._spans = waiting
+
+    def snapshot(self, pool: Pool, fraction: float) -> StepStatistics:
+        """Everything since the last snapshot, without waiting for the device; resets."""
+        self._fold()
+        times, nbytes, self._times, self._sizes = self._times, self._sizes, {}, {}
+        counts, self.counts = self.counts, {}
         skipped, self.skipped = self.skipped, {}
         peak, pool.step_peak = pool.step_peak, pool.in_use
         numbers = ("bytes_out", "bytes_in", "copies_out", "copies_in", "late", "from_source", "eligible_bytes", "fallbacks", "fallback_bytes")

@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_gdn.offload_config import OffloadConfig
 from lightning_gdn.offload.copies import storage_of, view_of
 from lightning_gdn.offload.cuda import CudaBackend
 from lightning_gdn.offload.engine import Engine
+from lightning_gdn.offload_config import OffloadConfig
 from lightning_gdn.replay import is_parameter
 
 pytestmark = pytest.mark.gpu

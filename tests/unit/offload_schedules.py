@@ -16,9 +16,9 @@ import numpy as np
 import torch
 
 from lightning_gdn.offload import copies, engine
-from lightning_gdn.offload_config import OffloadConfig
 from lightning_gdn.offload.engine import Block, Engine, HostCopy
 from lightning_gdn.offload.simulated import SimulatedBackend, SimulatedStream
+from lightning_gdn.offload_config import OffloadConfig
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int16, torch.uint8, torch.float64, torch.bool)
 SIZES = (64, 96, 256, 1000, 4096, 4104, 12288)

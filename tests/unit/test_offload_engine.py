@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gdn.offload import engine as engine_module
-from lightning_gdn.offload_config import OffloadConfig
 from lightning_gdn.offload.copies import storage_of, view_of
 from lightning_gdn.offload.engine import Block, Engine, HostCopy
 from lightning_gdn.offload.simulated import SimulatedBackend
+from lightning_gdn.offload_config import OffloadConfig
 
 SIZE = 4000
 """Bytes of the test's storages."""

@@ -1,0 +1,264 @@
+"""What one block moves to the host: the storages that its plan names, with every alias of them in the block.
+
+While a block runs, a `Mover` collects a weak reference to every slot that holds a tensor. When the forward has ended it groups the living
+ones by storage, and offers to the engine each storage that a label names and of which no alias has to stay. So bytes moved are bytes
+freed: a storage with an alias that stays is counted by reason (`skipped` of the step's statistics) and not moved:
+
+- `held`: the block's caller has it (the block's output, a mask, position embeddings; its input, unless the label is `block_input`);
+- `weight_cast`: autocast's copy of a weight; `parameter`: a parameter or buffer, whatever it is called here;
+- `edited`: it was edited in place after it was saved; it stays, so that its use raises PyTorch's error.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from .ledger import is_weight_cast
+from .offload.cuda import CudaBackend
+from .offload.engine import Block, Engine, HostCopy
+from .offload.simulated import SimulatedBackend
+from .offload.statistics import StepStatistics, merged
+from .offload_config import OffloadConfig
+from .regions import Moves
+from .replay import Region, Slot
+
+__all__ = ["Engines", "Moved", "Mover", "Moving"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moving:
+    """What moves in one block, ready for use: region names by what of them moves."""
+
+    saved: frozenset[str]
+    outputs: frozenset[str]
+    inputs: frozenset[str]
+    min_bytes: int
+
+    @classmethod
+    def of(cls, moves: Iterable[tuple[str, Moves]], config: OffloadConfig) -> Moving | None:
+        """From a block's plan; None if nothing moves there."""
+        by: dict[Moves, set[str]] = {what: set() for what in Moves}
+        for region, what in moves:
+            by[what].add(region)
+        if not any(by.values()):
+            return None
+        saved, outputs, inputs = (frozenset(by[what]) for what in (Moves.SAVED, Moves.OUTPUTS, Moves.INPUTS))
+        return cls(saved=saved, outputs=outputs, inputs=inputs, min_bytes=config.min_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """One storage that moved."""
+
+    region: str
+    """The region whose label named it."""
+    ticket: HostCopy
+    source: StorageWeakRef
+    """Of the storage on the device, to see whether it really went."""
+
+
+class _Group:
+    """The living slots of one storage."""
+
+    __slots__ = ("slots", "region", "cast")
+
+    def __init__(self) -> None:
+        self.slots: list[Slot] = []
+        self.region: str | None = None
+        self.cast = False
+
+
+class Mover:
+    """One call of one block.
+
+    Args:
+        moving: what moves.
+        block: the engine's context of this call.
+        module: the block.
+        caller: what the block was called with; tensors in it belong to the caller.
+        block_input: the block's first argument.
+        weights: shape and dtype of the block's parameters where autocast may copy them, else nothing.
+    """
+
+    __slots__ = ("_moving", "_block", "_module", "_held", "_weights", "_records", "_outputs", "_pins", "_min_bytes", "_saved")
+
+    def __init__(
+        self,
+        moving: Moving,
+        block: Block,
+        module: nn.Module,
+        caller: Iterable[Any],
+        block_input: Tensor,
+        weights: set[tuple[tuple[int, ...], torch.dtype]] | None,
+    ) -> None:
+        self._moving, self._block, self._module, self._weights = moving, block, module, weights
+        self._min_bytes, self._saved = moving.min_bytes, moving.saved
+        self._held = {_key(tensor) for tensor in _tensors(caller)}
+        if moving.inputs:
+            self._held.discard(_key(block_input))
+        self._records: list[tuple[weakref.ref[Slot], int, str | None, bool]] = []
+        self._outputs: dict[int, str] = {}
+        self._pins: list[StorageWeakRef] = []  # of the outputs, whose addresses stand for them until the block ends
+
+    def saved(self, region: str, tensor: Tensor) -> Slot | tuple[Tensor, int]:
+        """Autograd saves a tensor that is no parameter and no handle: what to hold in its place."""
+        wanted = region in self._saved
+        key = _key(tensor) if type(tensor) is Tensor else None
+        if key is None or (not wanted and tensor.untyped_storage().nbytes() < self._min_bytes):
+            return tensor.detach(), tensor._version
+        slot = Slot(tensor)
+        cast = wanted and self._weights is not None and is_weight_cast(tensor, self._weights)
+        self._records.append((weakref.ref(slot.stay()), key, region if wanted else None, cast))
+        return slot
+
+    def follow(self, region: str, slots: Iterable[object]) -> None:
+        """What a recomputed region saved was swept: slots that still hold their tensor."""
+        wanted = region if region in self._saved else None
+        for slot in slots:
+            if type(slot) is Slot and slot.tensor is not None:
+                key = _key(slot.tensor)
+                if key is not None:
+                    self._records.append((weakref.ref(slot), key, wanted, False))
+
+    def ended(self, region: str, result: object) -> None:
+        """A region ended with this result."""
+        if region in self._moving.outputs:
+            for out in result if isinstance(result, tuple) else (result,):
+                key = _key(out) if type(out) is Tensor else None
+                if key is not None:
+                    self._outputs.setdefault(key, region)
+                    self._pins.append(StorageWeakRef(out.untyped_storage()))
+
+    def returns(self, output: object) -> None:
+        """The block's forward returns this."""
+        self._held.update(_key(tensor) for tensor in _tensors((output,)))
+
+    def finish(self, regions: Sequence[Region]) -> list[Moved]:
+        """The block's forward ended: move what moves. `regions` are those that may be replayed, with what they hold for it."""
+        groups: dict[int, _Group] = {}
+        for reference, key, region, cast in self._records:
+            slot = reference()
+            if slot is not None and slot.region is None:
+                _add(groups, key, slot, region, cast)
+        named = self._saved | self._moving.inputs
+        for call in regions:
+            name = call.fn.name
+            for arg in call.args or ():
+                if type(arg) is Slot and arg.region is None and arg.tensor is not None:
+                    held = _key(arg.tensor)
+                    if held is not None:
+                        _add(groups, held, arg, name if name in named else None, False)
+        moved: list[Moved] = []
+        parameters: set[int | None] | None = None
+        for key, group in groups.items():
+            named_by = group.region or self._outputs.get(key)
+            if named_by is None:
+                continue
+            tensor = group.slots[0].tensor
+            assert tensor is not None
+            storage = tensor.untyped_storage()
+            if parameters is None and storage.nbytes() >= self._min_bytes:
+                parameters = {_key(weight) for found in (self._module.parameters(), self._module.buffers()) for weight in found}
+            reason = self._reason_to_stay(key, group, parameters or set())
+            if reason is not None:
+                self._block.skip(reason, storage.nbytes())
+                continue
+            ticket = self._block.offer(tensor, handles=len(group.slots))
+            if ticket is not None:
+                moved.append(Moved(named_by, ticket, StorageWeakRef(storage)))
+                for slot in group.slots:
+                    slot.move(ticket)
+        return moved
+
+    def _reason_to_stay(self, key: int, group: _Group, parameters: set[int | None]) -> str | None:
+        if key in self._held:
+            return "held"
+        if group.cast:
+            return "weight_cast"
+        if key in parameters:
+            return "parameter"
+        if any(slot.tensor is not None and slot.tensor._version != slot.version for slot in group.slots):
+            return "edited"
+        return None
+
+
+def _add(groups: dict[int, _Group], key: int, slot: Slot, region: str | None, cast: bool) -> None:
+    group = groups.get(key)
+    if group is None:
+        group = groups[key] = _Group()
+    group.slots.append(slot)
+    group.cast |= cast
+    if group.region is None:
+        group.region = region
+
+
+def _key(tensor: Tensor) -> int | None:
+    """Identity of the storage while it lives; None for a tensor without one."""
+    try:
+        return tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, tuple | list):
+            yield from _tensors(value)
+        elif isinstance(value, Mapping):
+            yield from _tensors(value.values())
+
+
+class Engines:
+    """The engines of one model: one per device, made when a block first runs there.
+
+    Args:
+        config: what the plan says.
+        count: number of taken-over blocks.
+        reduce_min: see `Engine`.
+    """
+
+    def __init__(self, config: OffloadConfig, count: int, reduce_min: Callable[[float], float] | None = None) -> None:
+        self.config, self.count, self._reduce_min = config, count, reduce_min
+        self.by_device: dict[torch.device, Engine] = {}
+        self._lock = threading.Lock()
+
+    def on(self, device: torch.device) -> Engine:
+        """The engine of a device.
+
+        Raises:
+            ValueError: a device that is neither CUDA nor the CPU.
+        """
+        found = self.by_device.get(device)
+        if found is not None:
+            return found
+        if device.type not in ("cuda", "cpu"):
+            raise ValueError(
+                f"offload: the blocks run on device {str(device)!r}, expected a CUDA device or the CPU (which simulates one); "
+                "leave offload out on this device"
+            )
+        with self._lock:
+            if device not in self.by_device:
+                backend = CudaBackend(device) if device.type == "cuda" else SimulatedBackend()
+                # Times of a simulated device are no measurement; only the policy that needs some gets them.
+                timing = device.type == "cuda" or self.config.fraction == "auto"
+                self.by_device[device] = Engine(backend, self.config, timing=timing, reduce_min=self._reduce_min)
+            return self.by_device[device]
+
+    def step_statistics(self) -> StepStatistics | None:
+        """Snapshot and reset, summed over devices; None before a block ran."""
+        return merged([engine.step_statistics() for engine in self.by_device.values()])
+
+    def close(self) -> None:
+        """Give idle host memory back. Tickets of graphs that still live keep theirs and stay usable."""
+        for engine in self.by_device.values():
+            engine.close()
