@@ -241,6 +241,8 @@ class Engines:
         found = self.by_device.get(device)
         if found is not None:
             return found
+        if device == torch.device("cuda"):  # without an index
+            device = torch.device("cuda", torch.cuda.current_device())
         if device.type not in ("cuda", "cpu"):
             raise ValueError(
                 f"offload: the blocks run on device {str(device)!r}, expected a CUDA device or the CPU (which simulates one); "

@@ -63,7 +63,7 @@ class ReplayCounter(Protocol):
 class Ticket(Protocol):
     """One storage that moved to the host (`offload.engine.HostCopy`)."""
 
-    def view(self, size: Sequence[int], stride: Sequence[int], offset: int, dtype: torch.dtype) -> Tensor:
+    def view(self, size: Sequence[int], stride: Sequence[int], offset: Any, dtype: torch.dtype) -> Tensor:
         """A view of the storage, back on the device."""
 
 
@@ -111,7 +111,7 @@ class Slot:
         """The storage moved to the host: let it go here."""
         tensor = self.tensor
         assert tensor is not None
-        self.size, self.stride, self.offset, self.dtype = tensor.shape, tensor.stride(), int(tensor.storage_offset()), tensor.dtype
+        self.size, self.stride, self.offset, self.dtype = tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype
         self.ticket: Ticket = ticket
         self.tensor = None
 

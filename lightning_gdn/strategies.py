@@ -30,6 +30,7 @@ from .apply import AppliedPlan, apply_plan
 from .inspection import inspect_model
 from .kernels import KERNELS
 from .labels import Selection, UnavailableLabelError, advice, select
+from .offload_config import OffloadConfig
 from .plan import Plan
 from .takeover import ON_FOREIGN_HOOKS
 
@@ -60,8 +61,12 @@ class _PlanMixin:
     def _apply(self, module: LightningModule) -> None:
         applied = None
         try:
-            applied = apply_plan(module, self.selection, kernels=self.kernels, on_foreign_hooks=self.on_foreign_hooks)
+            applied = apply_plan(
+                module, self.selection, kernels=self.kernels, on_foreign_hooks=self.on_foreign_hooks, reduce_min=self._smallest_over_ranks
+            )
             self.applied = self.last_applied = applied
+            if applied.engines is not None:
+                applied.engines.on(self.root_device)  # type: ignore[attr-defined]  # a device it cannot serve is an error now, not in a step
             self._agree(applied.plan, None)
         except Exception as error:
             if applied is None:
@@ -78,6 +83,17 @@ class _PlanMixin:
 
     def _agree(self, plan: Plan | None, error: Exception | None) -> None:
         """Find out whether every rank has the same plan."""
+
+    def _smallest_over_ranks(self, value: float) -> float:
+        """The smallest of a number over the ranks."""
+        return value
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The base strategy's; then what offload did in the step is read, and the share `auto` decided, on every rank."""
+        result = super().optimizer_step(*args, **kwargs)  # type: ignore[misc]
+        if self.applied is not None and self.applied.engines is not None:
+            self.applied.step_statistics(self.root_device)  # type: ignore[attr-defined]
+        return result
 
     def teardown(self) -> None:
         """Put every forward back, also after an exception."""
@@ -139,6 +155,12 @@ class GDNRecomputeDDP(_PlanMixin, DDPStrategy):
                 f"{_difference(plans[0], plans[other], other)}. Give every rank the same labels, kernels and model"
             )
 
+    def _smallest_over_ranks(self, value: float) -> float:
+        """See `_PlanMixin`. A collective: `step_statistics` calls it in the same steps on every rank."""
+        told = torch.tensor(value, dtype=torch.float64, device=self.root_device)
+        torch.distributed.all_reduce(told, torch.distributed.ReduceOp.MIN)
+        return float(told)
+
     def on_exception(self, exception: BaseException) -> None:
         """Rank 0 failed: see that the processes it started do not wait for it for ever.
 
@@ -165,14 +187,16 @@ class _SameNameOnSeveralDevices(ABCMeta):
 
 
 class GDNRecomputeStrategy(_PlanMixin, SingleDeviceStrategy, metaclass=_SameNameOnSeveralDevices):
-    """Recompute selected regions of every Gated DeltaNet block instead of retaining them.
+    """Recompute selected regions of every Gated DeltaNet block instead of retaining them, or move what they retain to the host.
 
         Trainer(strategy=GDNRecomputeStrategy(["gdn_conv", "gdn_norm_out", "layernorm"]))
+        Trainer(strategy=GDNRecomputeStrategy(["gdn_conv", "gdn_norm_out"], offload=["gdn_core_attn"]))
 
     Args:
         recompute: labels, see `lightning-gdn labels`. A bare string is one label or an arm (`"gdn_conv+layernorm"`, `"full:block:6"`).
             `[]` is the control: nothing is installed.
-        offload: offload labels. They need the offload engine, which this version does not have.
+        offload: offload labels (`["gdn_core_attn"]`, `"gdn_core_attn@0.5"`) or an `OffloadConfig`: what moves to pinned host memory between
+            forward and backward. In an arm they are written `offload:gdn_core_attn`.
         method: with `full`: `"uniform"` (every block, in chunks of `num_layers`) or `"block"` (the first `num_layers` blocks).
         num_layers: with `full`: see `method`.
         memory_budget: budget for `recompute="auto"`. Needs the planner, which this version does not have.
@@ -199,7 +223,7 @@ class GDNRecomputeStrategy(_PlanMixin, SingleDeviceStrategy, metaclass=_SameName
         self,
         recompute: str | Sequence[str] = DEFAULT_LABELS,
         *,
-        offload: str | Sequence[str] = (),
+        offload: str | Sequence[str] | OffloadConfig = (),
         method: str | None = None,
         num_layers: int | None = None,
         memory_budget: str | int | None = None,
@@ -287,6 +311,8 @@ def _difference(zero: tuple[str, str], other: tuple[str, str], rank: int) -> str
     a, b = Plan.from_json(zero[1]), Plan.from_json(other[1])
     if a.source != b.source:
         return f"labels {a.source!r} on rank 0, {b.source!r} on rank {rank}"
+    if a.offload != b.offload:
+        return f"{a.offload!r} on rank 0, {b.offload!r} on rank {rank}"
     if len(a.blocks) != len(b.blocks):
         return f"{len(a.blocks)} blocks on rank 0, {len(b.blocks)} on rank {rank}"
     one, two = next((x, y) for x, y in zip(a.blocks, b.blocks, strict=True) if x != y)

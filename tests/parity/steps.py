@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_gdn.apply import apply_plan
+from lightning_gdn.apply import AppliedPlan, apply_plan
+from lightning_gdn.labels import Selection, parse_arm
 from tests.models import TINY_VOCAB
 
-__all__ = ["LABELS", "PLANS", "Step", "differences", "mask_of", "step", "unequal_plans"]
+__all__ = ["LABELS", "OFFLOAD_PLANS", "PLANS", "Step", "differences", "mask_of", "moving", "nothing_left", "step", "unequal_plans"]
 
 LABELS = (
     "gdn_in_proj_conv",
@@ -42,6 +43,32 @@ PLANS = (
     "gdn_in_proj_conv+full:block:1+mlp",
 )
 """The labels, whole-block recompute by both methods, and unions."""
+
+
+def moving(arm: str, **fields: Any) -> Selection:
+    """An arm with offload labels for a tiny model: every size moves, from every block."""
+    selection = parse_arm(arm)
+    assert selection.offload is not None
+    return replace(selection, offload=replace(selection.offload, **{"min_bytes": 0, "resident_last_blocks": 0, **fields}))
+
+
+OFFLOAD_PLANS = (
+    moving("offload:gdn_core_attn"),
+    moving("offload:gdn_in_proj"),
+    moving("offload:gdn_norm_out"),
+    moving("offload:core_attn"),
+    moving("offload:mlp"),
+    moving("full+offload:block_input"),
+    moving("full:uniform:2+offload:block_input"),
+    moving("full:block:2+mlp+offload:block_input+offload:gdn_core_attn"),
+    moving("gdn_conv+gdn_norm_out+layernorm+offload:gdn_core_attn"),
+    moving("gdn_norm_out+mlp+core_attn+offload:gdn_norm_out+offload:mlp+offload:core_attn"),
+    moving("gdn_gated_delta_rule+gdn_in_proj+offload:gdn_core_attn+offload:gdn_in_proj"),
+    moving("offload:gdn_core_attn+offload:gdn_in_proj+offload:gdn_norm_out+offload:core_attn+offload:mlp", resident_last_blocks=1, prefetch_blocks=2),
+    moving("offload:gdn_core_attn+offload:mlp@0.4", release_blocks=0),
+    moving("gdn_in_proj_conv+offload:gdn_core_attn+offload:mlp", max_pinned_gib=2**18 / 2**30, release_blocks=3),
+)
+"""Each offload label alone, with recompute, all together, and with each knob off its default."""
 
 
 @dataclass(frozen=True)
@@ -122,6 +149,14 @@ def _same(a: Tensor | None, b: Tensor | None) -> bool:
     return torch.equal(a, b) or (a.is_floating_point() and torch.equal(a.nan_to_num(), b.nan_to_num()) and torch.equal(a.isnan(), b.isnan()))
 
 
+def nothing_left(applied: AppliedPlan) -> None:
+    """No host buffer is in use, and the simulated device saw no copy at the wrong time."""
+    for engine in applied.engines.by_device.values() if applied.engines is not None else ():
+        engine.collect()
+        assert (engine.pool.buffers_in_use, engine.pool.in_use) == (0, 0)
+        assert engine._backend.faults == []  # type: ignore[attr-defined]
+
+
 def unequal_plans(model: nn.Module, plans: Iterable[Any] = PLANS, **case: Any) -> dict[str, list[str]]:
     """Plan -> what differs from the untouched model in this case, for the plans of which something differs."""
     return dict(_unequal(model, plans, case))
@@ -135,5 +170,6 @@ def _unequal(model: nn.Module, plans: Iterable[Any], case: dict[str, Any]) -> It
         with apply_plan(model, plan) as applied:
             got = step(model, **case)
             assert applied.ledger.complete, "a block did not run through the tape"
+            nothing_left(applied)
         if found := differences(got, want):
             yield str(plan), found

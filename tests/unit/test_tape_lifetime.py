@@ -10,18 +10,34 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gdn.apply import apply_plan
+from lightning_gdn.labels import Selection
+from lightning_gdn.moving import Moved, Mover
+from lightning_gdn.offload.engine import HostCopy
 from lightning_gdn.replay import Region, Slot
 from lightning_gdn.tape import Carry, Tape, active_tape, in_replay
 from tests.models import tiny_batch, tiny_qwen3_5
 from tests.parity.counters import Alive
+from tests.parity.steps import moving, nothing_left
 
-PLANS = ("gdn_in_proj_conv", "gdn_conv+gdn_norm_out+layernorm", "gdn+mlp", "full", "full:uniform:2")
-pytestmark = pytest.mark.parametrize("plan", PLANS)
+Arm = str | Selection
+
+PLANS = (
+    "gdn_in_proj_conv",
+    "gdn_conv+gdn_norm_out+layernorm",
+    "gdn+mlp",
+    "full",
+    "full:uniform:2",
+    moving("offload:gdn_core_attn+offload:mlp+offload:core_attn"),
+    moving("offload:gdn_core_attn+offload:gdn_in_proj@0.5", resident_last_blocks=1),
+    moving("gdn_conv+gdn_norm_out+mlp+offload:gdn_core_attn+offload:gdn_norm_out+offload:mlp"),
+    moving("full:uniform:2+offload:block_input"),
+)
+pytestmark = pytest.mark.parametrize("plan", PLANS, ids=str)
 
 
 def living() -> int:
-    """Tapes, regions, slots and carries in existence, found among all objects and not collected."""
-    return sum(type(o) in (Tape, Region, Slot, Carry) for o in gc.get_objects())
+    """Tapes, regions, slots, carries and tickets in existence, found among all objects and not collected."""
+    return sum(type(o) in (Tape, Region, Slot, Carry, Mover, Moved, HostCopy) for o in gc.get_objects())
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -58,12 +74,12 @@ def same(a: list[Tensor | None], b: list[Tensor | None]) -> bool:
     return all(x is y if x is None or y is None else torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-def both(model: nn.Module, plan: str, train: Callable[[], None]) -> None:
+def both(model: nn.Module, plan: Arm, train: Callable[[], None]) -> None:
     """Run the same training without and with the plan: equal gradients, nothing left."""
     train()
     want = gradients(model)
     model.zero_grad()
-    with apply_plan(model, plan):
+    with apply_plan(model, plan) as applied:
         train()
         assert same(gradients(model), want)
         assert living() == 0
@@ -71,9 +87,10 @@ def both(model: nn.Module, plan: str, train: Callable[[], None]) -> None:
         train()  # again, without the ledger's instruments
         assert same(gradients(model), want)
         assert living() == 0
+        nothing_left(applied)
 
 
-def test_nothing_lives_after_backward_while_outputs_are_held(model: nn.Module, plan: str) -> None:
+def test_nothing_lives_after_backward_while_outputs_are_held(model: nn.Module, plan: Arm) -> None:
     with apply_plan(model, plan):
         for use_cache in (False, True):
             out = model(**BATCHES[0], use_cache=use_cache, output_hidden_states=not use_cache)
@@ -83,7 +100,7 @@ def test_nothing_lives_after_backward_while_outputs_are_held(model: nn.Module, p
             del out
 
 
-def test_fifty_steps_do_not_grow(model: nn.Module, plan: str) -> None:
+def test_fifty_steps_do_not_grow(model: nn.Module, plan: Arm) -> None:
     batch = tiny_batch(1, 5)
     with apply_plan(model, plan):
         counts = []
@@ -95,7 +112,7 @@ def test_fifty_steps_do_not_grow(model: nn.Module, plan: str) -> None:
         assert counts[-1] <= counts[4] + 20, "objects pile up"
 
 
-def test_a_forward_without_backward(model: nn.Module, plan: str) -> None:
+def test_a_forward_without_backward(model: nn.Module, plan: Arm) -> None:
     def train() -> None:
         with Alive() as alive:
             unused = model(**BATCHES[1])
@@ -108,7 +125,7 @@ def test_a_forward_without_backward(model: nn.Module, plan: str) -> None:
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_two_forwards_before_two_backwards(model: nn.Module, plan: str, order: tuple[int, int]) -> None:
+def test_two_forwards_before_two_backwards(model: nn.Module, plan: Arm, order: tuple[int, int]) -> None:
     def train() -> None:
         losses = [model(**batch).loss for batch in BATCHES[:2]]
         for index in order:
@@ -117,11 +134,11 @@ def test_two_forwards_before_two_backwards(model: nn.Module, plan: str, order: t
     both(model, plan, train)
 
 
-def test_two_forwards_and_one_backward_of_their_sum(model: nn.Module, plan: str) -> None:
+def test_two_forwards_and_one_backward_of_their_sum(model: nn.Module, plan: Arm) -> None:
     both(model, plan, lambda: (model(**BATCHES[0]).loss * model(**BATCHES[1]).loss).backward())
 
 
-def test_gradient_accumulation(model: nn.Module, plan: str) -> None:
+def test_gradient_accumulation(model: nn.Module, plan: Arm) -> None:
     def train() -> None:
         for batch in BATCHES:
             (model(**batch).loss / 3).backward()
@@ -129,7 +146,7 @@ def test_gradient_accumulation(model: nn.Module, plan: str) -> None:
     both(model, plan, train)
 
 
-def test_retain_graph_twice(model: nn.Module, plan: str) -> None:
+def test_retain_graph_twice(model: nn.Module, plan: Arm) -> None:
     def train() -> None:
         loss = model(**BATCHES[0]).loss
         loss.backward(retain_graph=True)
@@ -139,7 +156,7 @@ def test_retain_graph_twice(model: nn.Module, plan: str) -> None:
     both(model, plan, train)
 
 
-def test_a_retained_graph_holds_no_replay(model: nn.Module, plan: str) -> None:
+def test_a_retained_graph_holds_no_replay(model: nn.Module, plan: Arm) -> None:
     with apply_plan(model, plan):
         model(**BATCHES[0]).loss.backward()
         with Alive() as alive:
@@ -151,7 +168,7 @@ def test_a_retained_graph_holds_no_replay(model: nn.Module, plan: str) -> None:
         assert alive.nbytes - held <= kept
 
 
-def test_the_gradient_of_one_weight_and_then_a_full_backward(model: nn.Module, plan: str) -> None:
+def test_the_gradient_of_one_weight_and_then_a_full_backward(model: nn.Module, plan: Arm) -> None:
     weight = model.model.layers[1].linear_attn.in_proj_z.weight
     found = []
 
@@ -193,7 +210,7 @@ def fails(model: nn.Module, run: Callable[[], object], *, in_backward: bool = Fa
     model.zero_grad()
 
 
-def test_an_exception_in_the_forward(model: nn.Module, plan: str) -> None:
+def test_an_exception_in_the_forward(model: nn.Module, plan: Arm) -> None:
     def train() -> None:
         for place in (model.model.layers[1].linear_attn.norm, model.model.layers[2].mlp, model.model.layers[3].self_attn.o_proj):
             handle = place.register_forward_pre_hook(trip)
@@ -204,7 +221,7 @@ def test_an_exception_in_the_forward(model: nn.Module, plan: str) -> None:
     both(model, plan, train)
 
 
-def test_an_exception_in_the_backward(model: nn.Module, plan: str) -> None:
+def test_an_exception_in_the_backward(model: nn.Module, plan: Arm) -> None:
     def train() -> None:
         for weight in (model.model.layers[1].linear_attn.in_proj_qkv.weight, model.model.layers[3].mlp.down_proj.weight):
             handle = weight.register_hook(trip)
@@ -215,9 +232,15 @@ def test_an_exception_in_the_backward(model: nn.Module, plan: str) -> None:
     both(model, plan, train)
 
 
-def test_an_exception_in_a_replay(model: nn.Module, plan: str) -> None:
+def replays_something(plan: Arm) -> None:
+    if isinstance(plan, Selection) and not plan.recompute:
+        pytest.skip("nothing is replayed under this plan")
+
+
+def test_an_exception_in_a_replay(model: nn.Module, plan: Arm) -> None:
     """As when a replay runs out of memory; the same graph can then be tried again."""
-    wanted = {"gdn_in_proj_conv": "in_proj_qkv", "gdn+mlp": "in_proj_z"}.get(plan, "norm")
+    replays_something(plan)
+    wanted = {"gdn_in_proj_conv": "in_proj_qkv", "gdn+mlp": "in_proj_z"}.get(str(plan), "norm")
     place = model.model.layers[1].linear_attn.get_submodule(wanted)
     model(**BATCHES[0]).loss.backward()
     want = gradients(model)
@@ -237,7 +260,7 @@ def test_an_exception_in_a_replay(model: nn.Module, plan: str) -> None:
         assert living() == 0
 
 
-def test_undo_between_forward_and_backward(model: nn.Module, plan: str) -> None:
+def test_undo_between_forward_and_backward(model: nn.Module, plan: Arm) -> None:
     model(**BATCHES[0]).loss.backward()
     want = gradients(model)
     model.zero_grad()
@@ -249,8 +272,9 @@ def test_undo_between_forward_and_backward(model: nn.Module, plan: str) -> None:
     assert living() == 0
 
 
-def test_a_backward_that_needs_few_handles_leaves_no_replay(model: nn.Module, plan: str) -> None:
+def test_a_backward_that_needs_few_handles_leaves_no_replay(model: nn.Module, plan: Arm) -> None:
     """`autograd.grad` of one weight asks for some handles only; what the others would have got goes when that backward ends."""
+    replays_something(plan)
     with apply_plan(model, plan):
         loss = model(**tiny_batch()).loss
         regions = [obj for obj in gc.get_objects() if type(obj) is Region]
