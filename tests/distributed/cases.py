@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gdn import GDNRecomputeStrategy
 from lightning_gdn.callbacks import MemoryMonitor
+from lightning_gdn.offload_config import OffloadConfig
 from lightning_gdn.strategies import GDNRecomputeDDP
 from lightning_gdn.takeover import Takeover
 from tests.distributed.fits import DdpModule, TowerModule, fit, same_gradients, weights_hash
@@ -45,6 +46,38 @@ def parity(folder: Path, *, arm: str, precision: str, accumulate: int) -> dict[s
     last = strategy.last_applied
     ids = [int(ids.sum()) for ids in ours.ids]
     return {"ids": ids, "discarded": last.ledger.discarded_bytes, "plan": last.plan.source, "weights": weights_hash(ours)}
+
+
+def offload(folder: Path) -> dict[str, Any]:
+    """Bit-equal to DDP without a plan; both ranks settle on the same share, the smallest that one of them would take."""
+    told: dict[str, Any] = {}
+    plain = control("bf16-mixed/2", precision="bf16-mixed", accumulate_grad_batches=2)
+    for fraction in (1.0, "auto"):
+        config = OffloadConfig(labels=("gdn_core_attn", "mlp"), fraction=fraction, min_bytes=0)
+        ours, trainer = fit(GDNRecomputeStrategy("gdn_norm_out", offload=config), precision="bf16-mixed", accumulate_grad_batches=2)
+        same_gradients(plain, ours)
+        strategy: Any = trainer.strategy
+        last = strategy.last_applied
+        told[str(fraction)] = {"moved": last.ledger.moved_bytes, "unfreed": last.ledger.unfreed_bytes, "last": last.last_step.as_dict()}
+    asked: list[float] = []
+
+    class Asks(GDNRecomputeDDP):
+        def _smallest_over_ranks(self, value: float) -> float:
+            # What this rank measured on its simulated device, made different by rank.
+            asked.append(value if value < 0 else 0.25 + 0.5 * dist.get_rank())
+            return super()._smallest_over_ranks(asked[-1])
+
+    class Asking(GDNRecomputeStrategy):
+        ddp_class = Asks
+
+    _, trainer = fit(Asking([], offload=config), TinyModule(), max_steps=8, data=loader(16))
+    told["asked"], told["settled"] = asked[0], trainer.strategy.last_applied.last_step.fraction  # type: ignore[attr-defined]
+    other = GDNRecomputeStrategy([], offload=OffloadConfig(labels=("mlp",), min_bytes=dist.get_rank()))
+    try:
+        fit(other)
+    except RuntimeError as error:
+        told["other"] = str(error)
+    return told
 
 
 def ddp_options(folder: Path, *, frozen: bool, accumulate: int = 2, **flags: Any) -> None:
@@ -256,6 +289,7 @@ def two_monitors_and_a_second_fit(folder: Path) -> list[Any]:
 CASES: dict[str, Callable[[Path], Any]] = {
     **{f"{arm} 32-true": partial(parity, arm=arm, precision="32-true", accumulate=1) for arm in ARMS},
     **{f"{arm} bf16-mixed, accumulation 2": partial(parity, arm=arm, precision="bf16-mixed", accumulate=2) for arm in ARMS},
+    "offload": offload,
     "unused tower": partial(ddp_options, frozen=False, find_unused_parameters=True),
     "frozen tower": partial(ddp_options, frozen=True, find_unused_parameters=True),
     "static graph": partial(ddp_options, frozen=False, accumulate=1, static_graph=True),

@@ -58,6 +58,21 @@ def test_gradients_are_those_of_the_same_ddp_run_without_a_plan_bit_for_bit(resu
     assert not set(zero["ids"]) & set(one["ids"]), "both ranks saw the same data"
 
 
+def test_offload_is_bit_equal_and_ranks_agree_on_the_share(results: list[dict[str, Any]]) -> None:
+    zero, one = both(results, "offload")
+    for found in (zero, one):
+        for share in ("1.0", "auto"):
+            assert found[share]["moved"] > 0 == found[share]["unfreed"]
+            last = found[share]["last"]
+            assert last["bytes_out"] == last["bytes_in"] > 0
+            assert (last["buffers_in_use"], last["pinned_in_use"], last["fallbacks"]) == (0, 0, 0)
+        assert "offload=" not in found["other"]
+        assert "min_bytes=0" in found["other"]
+        assert "min_bytes=1" in found["other"]
+    assert (zero["asked"], one["asked"]) == (0.25, 0.75)
+    assert zero["settled"] == one["settled"] == 0.25
+
+
 @pytest.mark.parametrize("case", ["unused tower", "frozen tower", "static graph", "bucket view"])
 def test_h16_options_of_ddp_pass_through_and_gradients_stay_bit_equal(results: list[dict[str, Any]], case: str) -> None:
     both(results, case)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from lightning_gdn.labels import LABELS, OFFLOAD_LABELS, FullRecompute, Selection, UnavailableLabelError, advice, parse_arm, select
+from lightning_gdn.offload_config import OffloadConfig
 from lightning_gdn.regions import REGIONS, BlockLayout, Mode, stronger
 
 
@@ -75,23 +76,53 @@ def test_auto_says_that_it_needs_the_planner() -> None:
         select(["gdn_conv", "auto"])
 
 
-@pytest.mark.parametrize("name", OFFLOAD_LABELS)
-@pytest.mark.parametrize("way", ["argument", "string", "arm", "fraction"])
-def test_offload_labels_say_that_they_need_the_engine(name: str, way: str) -> None:
-    asked: dict[str, Any] = {
-        "argument": {"offload": [name]},
-        "string": {"offload": name},
-        "arm": {"recompute": f"mlp+offload:{name}"},
-        "fraction": {"recompute": [f"offload:{name}@0.5"]},
-    }[way]
-    with pytest.raises(UnavailableLabelError, match="offload engine") as error:
+@pytest.mark.parametrize("name", sorted(OFFLOAD_LABELS))
+def test_an_offload_label_in_every_spelling(name: str) -> None:
+    recompute, arm = (["full"], "full") if name == "block_input" else (["mlp"], "mlp")
+    half = OffloadConfig(labels=(name,), fraction=0.5)
+    for asked in (
+        {"recompute": recompute, "offload": [f"{name}@0.5"]},
+        {"recompute": recompute, "offload": f"{name}@0.5"},
+        {"recompute": recompute, "offload": half},
+        {"recompute": f"{arm}+offload:{name}@0.5"},
+        {"recompute": [f"offload:{name}@0.5", *recompute]},
+    ):
+        assert select(**asked).offload == half, asked  # type: ignore[arg-type]
+    assert select(recompute, offload=()).offload is select(recompute, offload="").offload is None
+
+
+def test_several_offload_labels_in_one_arm_have_one_share() -> None:
+    want = Selection(labels=("gdn_conv",), offload=OffloadConfig(labels=("gdn_core_attn", "mlp"), fraction=0.5))
+    for text in (
+        "gdn_conv+offload:gdn_core_attn+offload:mlp@0.5",
+        "offload:gdn_core_attn@0.5+gdn_conv+offload:mlp",
+        "offload:gdn_core_attn@0.5+gdn_conv+offload:mlp@0.5",
+    ):
+        assert parse_arm(text) == want
+    assert str(want) == "gdn_conv+offload:gdn_core_attn+offload:mlp@0.5"
+    assert not Selection(offload=want.offload).is_control
+    with pytest.raises(ValueError, match=r"expected one share of the bytes for all labels, got 0\.5 and auto; write it once"):
+        parse_arm("offload:gdn_core_attn@0.5+offload:mlp@auto")
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"offload": ["gdn_coreattn"]}, "offload.labels: unknown label 'gdn_coreattn' (did you mean 'gdn_core_attn'?)"),
+        ({"recompute": "offload:mpl"}, "offload.labels: unknown label 'mpl' (did you mean 'mlp'?)"),
+        ({"recompute": "offload:mlp@2"}, "offload.fraction: expected a number from 0 to 1"),
+        ({"recompute": "offload:mlp@"}, "expected one share of the bytes from 0 to 1, or auto, after a label, got ''"),
+        ({"recompute": "offload:gdn_core_attn+mlp@0.5"}, "in an arm write offload:mlp@0.5"),
+        ({"recompute": "offload:mlp", "offload": ["mlp"]}, "offload is given twice: as 'offload:mlp' among the labels and as offload=['mlp']"),
+        ({"offload": 3}, "offload: expected a label, a list of labels or an OffloadConfig, got 3"),
+        ({"offload": [3]}, "offload: expected a label, a list of labels or an OffloadConfig, got [3]"),
+        ({"recompute": "mlp", "offload": "block_input"}, "offload label 'block_input' needs whole-block recompute, got labels ['mlp']"),
+        ({"recompute": "none+offload:mlp"}, "'none' is the control and cannot be combined"),
+    ],
+)
+def test_offload_misspelt(asked: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)) as error:
         select(**asked)
-    assert repr(name) in str(error.value)
-
-
-def test_an_unknown_offload_label_is_a_typo_not_a_missing_part() -> None:
-    with pytest.raises(ValueError, match="did you mean 'gdn_core_attn'") as error:
-        select(offload=["gdn_coreattn"])
     assert not isinstance(error.value, UnavailableLabelError)
 
 
@@ -150,7 +181,7 @@ def test_an_empty_arm_or_part_is_an_error(text: str) -> None:
 
 
 def test_arms_survive_a_round_trip() -> None:
-    for text in ("none", "gdn_conv+gdn_norm_out+layernorm", "mlp+full:block:2", *LABELS):
+    for text in ("none", "gdn_conv+gdn_norm_out+layernorm", "mlp+full:block:2", "full+offload:block_input", "offload:mlp@auto", *LABELS):
         assert str(parse_arm(text)) == text
         assert parse_arm(str(parse_arm(text))) == parse_arm(text)
 

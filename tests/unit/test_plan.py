@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from typing import Any
 
 import pytest
 
 from lightning_gdn.labels import LABELS, select
 from lightning_gdn.plan import BlockPlan, Plan
-from lightning_gdn.regions import ATTENTION, GDN, BlockLayout, Mode
+from lightning_gdn.regions import ATTENTION, GDN, BlockLayout, Mode, Moves
 
 GDN_REGIONS = ("input_norm", "in_proj", "conv", "prep", "gates", "delta_rule", "norm_out", "out_proj", "mixer_residual", "post_norm")
 ATTENTION_REGIONS = ("input_norm", "qkv", "core_attn", "attn_out", "mixer_residual", "post_norm")
@@ -117,3 +118,57 @@ def test_plans_differ_by_value_and_cannot_be_edited() -> None:
         plan().source = "x"  # type: ignore[misc]
     with pytest.raises(KeyError):
         plan().blocks[3].mode("conv")
+
+
+def moved(*labels: str, at: int = 0, **more: Any) -> dict[str, str]:
+    return {region: str(what) for region, what in Plan.from_labels(select(list(labels), **more), LAYOUTS).blocks[at].moves}
+
+
+@pytest.mark.parametrize(
+    ("label", "moves", "offloaded"),
+    [
+        ("gdn_core_attn", {"delta_rule": "saved"}, ["delta_rule"]),
+        ("gdn_in_proj", {"in_proj": "outputs"}, []),
+        ("gdn_norm_out", {"norm_out": "saved"}, ["norm_out"]),
+        ("mlp", {"gate_up": "saved", "act": "saved", "down": "saved"}, ["gate_up", "act", "down"]),
+        ("core_attn", {}, []),
+    ],
+)
+def test_what_offload_labels_stand_for(label: str, moves: dict[str, str], offloaded: list[str]) -> None:
+    assert moved(offload=label) == moves
+    made = Plan.from_labels(select([], offload=label), LAYOUTS)
+    assert modes(made.blocks[0]) == dict.fromkeys(offloaded, "offload")
+    assert not made.is_control
+    assert made.offload is not None
+    assert made.blocks[0].is_keep is (not moves)
+    assert moved(offload=label, at=3) == {"core_attn": {"core_attn": "saved"}, "mlp": moves}.get(label, {})
+
+
+def test_a_region_with_both_labels_is_recomputed_and_what_it_is_replayed_from_moves() -> None:
+    made = Plan.from_labels(select("gdn_norm_out+gdn_gated_delta_rule+offload:gdn_norm_out+offload:gdn_core_attn+offload:gdn_in_proj"), LAYOUTS)
+    assert modes(made.blocks[0]) == {"norm_out": "recompute", "delta_rule": "offload"}
+    assert made.moved() == {"norm_out inputs: offload": 4, "in_proj outputs: offload": 4}
+    told = "delta_rule: offload in 4, norm_out: recompute in 4, norm_out inputs: offload in 4, in_proj outputs: offload in 4"
+    assert str(made).endswith(f"5 blocks; {told}")
+    assert moved("gdn_front", offload="gdn_in_proj") == {}, "outputs that are recomputed are not there to be moved"
+
+
+def test_of_a_block_that_is_recomputed_whole_only_the_input_moves() -> None:
+    selection = select("full:block:2+offload:block_input+offload:mlp")
+    made = Plan.from_labels(selection, LAYOUTS)
+    assert [dict(block.moves) for block in made.blocks[1:3]] == [
+        {"input_norm": Moves.INPUTS},
+        {"gate_up": Moves.SAVED, "act": Moves.SAVED, "down": Moves.SAVED},
+    ]
+    assert str(made).startswith("plan full:block:2+offload:block_input+offload:mlp: 5 blocks; 2 recomputed whole, gate_up: offload in 3")
+    assert str(made).endswith("block input: offload in 2")
+    assert Plan.from_json(made.to_json()) == made
+    assert json.loads(made.to_json())["offload"]["labels"] == ["block_input", "mlp"]
+    assert "offload" not in json.loads(plan("mlp").to_json())
+
+
+def test_an_offload_label_that_no_block_has_a_region_for() -> None:
+    with pytest.raises(
+        ValueError, match=r"offload label 'moe_act': none of the model's 5 blocks .*\(moe_act\)\. Offload labels this model has: gdn_core"
+    ):
+        Plan.from_labels(select([], offload="moe_act"), LAYOUTS)

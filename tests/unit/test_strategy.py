@@ -14,8 +14,9 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 
 from lightning_gdn import GDNRecomputeStrategy
+from lightning_gdn.offload_config import OffloadConfig
 from lightning_gdn.takeover import Takeover
-from tests.lightning_models import QUIET, LoraLike, TinyModule, count_calls, loader, logged, same_run, train
+from tests.lightning_models import QUIET, LoraLike, TinyModule, ValidatingModule, count_calls, loader, logged, same_run, train
 from tests.models import tiny_qwen3_5
 from tests.parity.steps import LABELS
 
@@ -379,8 +380,8 @@ def test_unknown_options_and_values_are_refused_at_once() -> None:
         GDNRecomputeStrategy("auto", memory_budget="70GiB")
     with pytest.raises(ValueError, match="memory_budget=5 needs the planner"):
         GDNRecomputeStrategy(PLAN, memory_budget=5)
-    with pytest.raises(ValueError, match="offload engine"):
-        GDNRecomputeStrategy(PLAN, offload=["gdn_core_attn"])
+    with pytest.raises(ValueError, match=r"offload.labels: unknown label 'gdn_core'"):
+        GDNRecomputeStrategy(PLAN, offload=["gdn_core"])
     with pytest.raises(ValueError, match="only apply to 'full'"):
         GDNRecomputeStrategy(PLAN, num_layers=2)
 
@@ -442,3 +443,25 @@ def test_the_lora_like_module_of_these_tests_does_draw() -> None:
     before = torch.get_rng_state()
     module(torch.ones(2, 4))
     assert not torch.equal(before, torch.get_rng_state())
+
+
+def test_a_fit_with_offload_trains_the_same_weights_and_tells_each_step() -> None:
+    """With sanity check, validation in between and accumulation; the last step's figures stay readable after the fit."""
+    config = OffloadConfig(labels=("gdn_core_attn", "mlp"), min_bytes=0)
+    fits = []
+    for strategy in ("auto", GDNRecomputeStrategy("gdn_norm_out", offload=config)):
+        module = ValidatingModule()
+        trainer = Trainer(strategy=strategy, max_steps=3, accumulate_grad_batches=2, val_check_interval=2, limit_val_batches=1, **QUIET)
+        torch.manual_seed(3)
+        trainer.fit(module, loader(6), loader(1, seed=9))
+        fits.append((module, trainer))
+    (plain, _), (ours, trainer) = fits
+    assert all(torch.equal(a, b) for a, b in zip(plain.state_dict().values(), ours.state_dict().values(), strict=True))
+    last = trainer.strategy.last_applied  # type: ignore[attr-defined]
+    assert last.last_step.bytes_out == last.last_step.bytes_in == 2 * last.ledger.moved_bytes > 0
+    assert last.last_step.buffers_in_use == 0
+    assert trainer.strategy.applied is None  # type: ignore[attr-defined]
+    (engine,) = last.engines.by_device.values()
+    engine.collect()
+    engine.close()
+    assert engine.pool.held == 0
