@@ -103,6 +103,7 @@ def build_summary(
         "ledger": facts.ledger,
         "phase_peak_mib": phases if any(value is not None for value in phases.values()) else None,
         "pinned_mib": figures.get("pinned_mib"),
+        "offload": None if session is None else session.total.offload.summary(),
         "alloc_retries": session.alloc_retries if session is not None and phases.get("forward") is not None else None,
         "foreign_resets": 0 if session is None else session.foreign_resets,
         "disturbed_steps": 0 if session is None else session.disturbed_steps,
@@ -228,6 +229,7 @@ def print_table(summary: Mapping[str, Any], console: Console | None = None) -> N
     source = f", by the {summary['retained_source']}" if summary["retained_source"] else ""
     table.add_row(f"retained after forward (MiB{source})", _number(summary["retained_mib"]))
     table.add_row("pinned host memory (MiB)", _number(summary["pinned_mib"]))
+    _offload_rows(table, summary["offload"])
     table.add_row("allocator retries", _number(summary["alloc_retries"]))
     table.add_row("non-finite losses", _number(summary["nonfinite_losses"]))
     table.add_row("skipped optimizer steps", _number(summary["skipped_optimizer_steps"]))
@@ -240,6 +242,20 @@ def print_table(summary: Mapping[str, Any], console: Console | None = None) -> N
     for line in [summary["plan"], summary["reason"], *reasons, summary["flops_formula"], *summary["notes"]]:
         if line:
             console.print(line, markup=False, highlight=False)
+
+
+def _offload_rows(table: Table, offload: Mapping[str, Any] | None) -> None:
+    if offload is None:
+        return
+    table.add_row("moved to the host per step (MiB; median, max)", _spread(offload["out_mib"]))
+    table.add_row("  GB/s out, in", f"{_number(offload['out_gb_s'])}, {_number(offload['in_gb_s'])}")
+    table.add_row("  stall (ms; median, max)", _spread(offload["stall_ms"]))
+    table.add_row("  hidden share of the copies", _number(offload["hidden_share"]))
+    pinned = (offload[f"pinned_{name}_mib"] for name in ("held", "peak", "in_use"))
+    table.add_row("  host buffers held, peak, in use after a step (MiB)", ", ".join(_number(value) for value in pinned))
+    table.add_row("  kept on the device, pool full (count, MiB)", f"{offload['fallbacks']}, {_number(offload['fallback_mib'])}")
+    stayed = ", ".join(f"{reason} {_number(value)}" for reason, value in offload["stayed_mib"].items() if value)
+    table.add_row("  stayed by reason (MiB per step)", stayed or "nothing")
 
 
 def _ranks_table(summary: Mapping[str, Any]) -> Table:

@@ -20,7 +20,10 @@ P95_FROM = 20
 """Fewest values from which a 95th percentile is given: below, it is the maximum under another name."""
 _CHUNK = 256
 
-LOGGED = ("step_ms", "tokens_per_s", "peak_allocated_mib", "peak_reserved_mib", "retained_mib", "pinned_mib")
+LOGGED = (
+    *("step_ms", "tokens_per_s", "peak_allocated_mib", "peak_reserved_mib", "retained_mib", "pinned_mib"),
+    *("offload_out_mib", "offload_stall_ms"),
+)
 """Names of the logged figures; the keys are `gdn/<name>` and `gdn/<name>/rank<r>`."""
 
 

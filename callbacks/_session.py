@@ -6,7 +6,9 @@ from typing import final
 
 import torch
 
+from ..offload.statistics import StepStatistics
 from ._counters import DeviceCounters, NoCounters
+from ._offload import OffloadTotals
 from ._series import MIB, Maximum, Series
 from ._warmup import AutotuneWatch, WarmUp
 from ._window import BACKWARD, EXCLUSIONS, FORWARD, OPTIMIZER, StepRecord, StepWindow, is_finite
@@ -22,6 +24,7 @@ class Interval:
         self._step_ms = Series()
         self._tokens: int | None = 0
         self._peaks = {name: Maximum() for name in ("peak_allocated_mib", "peak_reserved_mib", "retained_mib", "pinned_mib")}
+        self.offload = OffloadTotals()
 
     def add(self, record: StepRecord) -> None:
         """Take a steady step in."""
@@ -31,6 +34,8 @@ class Interval:
         self._peaks["peak_reserved_mib"].add(_mib(record.peak_reserved))
         self._peaks["retained_mib"].add(_mib(record.retained))
         self._peaks["pinned_mib"].add(_mib(record.pinned))
+        if record.offload is not None:
+            self.offload.add(record.offload)
 
     def figures(self, ledger_mib: float | None) -> dict[str, float | None]:
         """Median step time, tokens per second and maxima, under the names in `LOGGED`; empty if there was no steady step.
@@ -43,6 +48,7 @@ class Interval:
             return {}
         figures: dict[str, float | None] = {"step_ms": spread["median"], "tokens_per_s": rate(self._tokens, self._step_ms.total())}
         figures.update(self.peaks(ledger_mib))
+        figures.update(self.offload.figures())
         return figures
 
     def peaks(self, ledger_mib: float | None) -> dict[str, float | None]:
@@ -118,17 +124,22 @@ class Session:
         self.window = None
         self.gap_flags.add("boundary")
 
-    def end_step(self, step: int, loss_is_mean_share: bool) -> StepRecord | None:
+    def end_step(self, step: int, loss_is_mean_share: bool, offload: StepStatistics | None = None) -> StepRecord | None:
         """Finish the open window. Returns its record if the step counts as steady.
 
         Args:
             step: `trainer.global_step` after this step.
             loss_is_mean_share: the micro-batch losses are already divided by their number, so that they add up to the mean.
+            offload: what offload did in this step, if anything may move.
         """
         assert self.window is not None
         was_full = self.full
         record = self.window.finish()
         self.window = None
+        if offload is not None:
+            record.offload = offload
+            if record.pinned is not None:  # the pool's pages are not of PyTorch's host allocator
+                record.pinned += offload.pinned_held
         self.optimizer_steps += 1
         self.skipped += record.skipped
         self.nonfinite_losses += sum(not is_finite(loss) for loss in record.losses)

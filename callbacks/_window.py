@@ -13,6 +13,7 @@ from typing import Any, final
 
 import torch
 
+from ..offload.statistics import StepStatistics
 from ._counters import DeviceCounters, MemoryReading
 
 __all__ = ["BACKWARD", "EXCLUSIONS", "FORWARD", "OPTIMIZER", "PhaseMeter", "StepRecord", "StepWindow", "is_finite"]
@@ -44,6 +45,7 @@ class StepRecord:
     disturbed: bool
     skipped: bool
     flags: frozenset[str] = field(default_factory=frozenset)
+    offload: StepStatistics | None = None
 
     @property
     def step_ms(self) -> float:

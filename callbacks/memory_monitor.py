@@ -29,7 +29,9 @@ Each also as `.../rank{r}` for every rank; over ranks it is the maximum, for tok
 | `gdn/peak_allocated_mib` | MiB | largest number of bytes in live tensors |
 | `gdn/peak_reserved_mib` | MiB | largest number of bytes the caching allocator held |
 | `gdn/retained_mib` | MiB | allocated after a micro-batch's forward minus before it; without allocator counters: the ledger's bytes |
-| `gdn/pinned_mib` | MiB | pinned host memory of PyTorch's host allocator, cached blocks included, at the end of a step |
+| `gdn/pinned_mib` | MiB | pinned host memory at the end of a step: of PyTorch's host allocator and of offload's pool, idle buffers included |
+| `gdn/offload_out_mib` | MiB | moved to the host per optimizer step, if the plan moves something (median) |
+| `gdn/offload_stall_ms` | ms | time per optimizer step for which compute waited for offload's copies, on a CUDA device (median) |
 
 `summary`, and `memory_rank{r}.json` in `dir`. None (null) is "not measured", never 0. Spreads are median, p95 (None below 20 steps),
 max, min, mean.
@@ -55,6 +57,7 @@ max, min, mean.
 | `retained_mib`, `retained_source` | MiB | maximum over micro-batches; `allocator` or `ledger` |
 | `phase_peak_mib` | MiB | peak allocated in `forward`, `backward`, `optimizer` |
 | `pinned_mib` | MiB | as the key |
+| `offload` | | what moved to the host, over steady steps (below); None if nothing may move |
 | `alloc_retries` | count | allocator retries in steady steps |
 | `foreign_resets`, `disturbed_steps` | count | resets by others, harmless; steps whose peaks are lower bounds |
 | `nonfinite_losses` | count | micro-batches of the whole fit with a NaN or infinite loss |
@@ -65,6 +68,11 @@ max, min, mean.
 | `losses`, `step_tokens` | | per optimizer step of the whole fit, warm-up included; a step with a non-finite loss has None |
 | `step_times_ms` | ms | per steady step |
 | `notes` | | what to know before using the figures |
+
+`offload` holds, per optimizer step, spreads of `out_mib`, `in_mib` and `stall_ms`; over all of them `out_gb_s`, `in_gb_s` (10^9 bytes per
+second), the `hidden_share` of the copy time, `late_copies`, `prefetch_oom`, `fallbacks` and `fallback_mib` (the pool was full); of the pool
+the largest `pinned_held_mib`, `pinned_peak_mib` and, after a step, `pinned_in_use_mib`; `stayed_mib` per step by reason; the last
+`fraction`. Without a CUDA device the copies are simulated, and their times are None.
 """
 
 from __future__ import annotations
@@ -82,6 +90,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import rank_zero_warn
 
 from ._counters import counters_for
+from ._offload import offload_of
 from ._ranks import FitRanks, rank_entry
 from ._report import RunFacts, build_summary, inferred_flops, is_oom, ledger_of, print_table, tokens_in, write_json
 from ._series import MIB
@@ -258,7 +267,7 @@ class MemoryMonitor(Callback):
             automatic = pl_module.automatic_optimization
             if automatic and window.micro_batches != self._accumulate:
                 window.flags.add("boundary")
-            record = session.end_step(trainer.global_step, loss_is_mean_share=automatic)
+            record = session.end_step(trainer.global_step, loss_is_mean_share=automatic, offload=offload_of(trainer))
             if record is not None:
                 self._show(trainer, pl_module, record.step_ms)
             # On several ranks each tells its row, be it empty: which steps are steady and who has loggers differs between them.

@@ -20,7 +20,10 @@ from torchmetrics.aggregation import MaxMetric
 
 from lightning_gdn.callbacks import MemoryMonitor, memory_monitor
 from lightning_gdn.callbacks._series import LOGGED
+from lightning_gdn.offload.statistics import StepStatistics
+from lightning_gdn.offload_config import OffloadConfig
 from lightning_gdn.strategies import GDNRecomputeStrategy
+from tests.lightning_models import TinyModule, loader
 from tests.models import TINY_VOCAB, tiny_qwen3_5
 
 from .memory_monitor_fakes import FakeDevice, Rows, Tiny
@@ -30,6 +33,12 @@ FIGURES = (
     *("step_ms", "step_wall_ms", "step_event_ms", "data_wait_ms", "tokens_per_s", "model_tflops", "peak_allocated_mib"),
     *("peak_reserved_mib", "peak_active_mib", "retained_mib", "phase_peak_mib", "pinned_mib", "alloc_retries"),
 )
+
+
+def offload_step(**fields: Any) -> StepStatistics:
+    counts = "bytes_out bytes_in copies_out copies_in late from_source eligible_bytes fallbacks fallback_bytes prefetch_oom".split()
+    pool = dict.fromkeys(("pinned_held", "pinned_in_use", "pinned_peak", "buffers_in_use"), 0)
+    return StepStatistics(**{"fraction": 1.0, **dict.fromkeys(counts, 0), "skipped": {"min_bytes": 2 * MIB}, **pool, **fields})
 
 
 def trainer_for(monitor: MemoryMonitor, *, callbacks: tuple[Callback, ...] = (), **kwargs: Any) -> Trainer:
@@ -328,7 +337,7 @@ def test_peaks_phases_retained_and_times_on_a_device_with_counters(device: FakeD
     assert summary["tokens_per_s"] == pytest.approx(4 / 0.030)
     assert summary["model_tflops"] == pytest.approx(4 / 0.030 * 1e9 / 1e12)
     assert "1e+09 FLOPs per token / 1e12; given by the caller" in summary["flops_formula"]
-    assert set(logger.ours[-1][1]) == {f"gdn/{name}{rank}" for name in LOGGED for rank in ("", "/rank0")}
+    assert set(logger.ours[-1][1]) == {f"gdn/{name}{rank}" for name in LOGGED if not name.startswith("offload") for rank in ("", "/rank0")}
     assert summary["max_over_ranks"]["peak_allocated_mib"] == {"value": 150.0, "rank": 0}
     assert device.waits == 8  # one per optimizer step
     assert device.watchers == []
@@ -863,6 +872,45 @@ def test_under_the_strategy_plan_kernels_and_ledger_are_in_the_record(tmp_path: 
 def test_wrong_arguments_are_named(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=re.escape(message)):
         MemoryMonitor(**arguments)
+
+
+def test_offload_is_told_per_step_and_only_where_something_may_move(capsys: pytest.CaptureFixture[str]) -> None:
+    config = OffloadConfig(labels=("gdn_core_attn",), min_bytes=0)
+    logger, monitor = Rows(), quiet(table=True)
+    strategy = GDNRecomputeStrategy([], offload=config)
+    trainer_for(monitor, max_steps=6, logger=logger, strategy=strategy, accumulate_grad_batches=2).fit(TinyModule(), loader(12))
+    found = monitor.summary["offload"]
+    moved = 2 * strategy.last_applied.ledger.moved_bytes / MIB
+    assert found["steps"] == monitor.summary["steps"] == 3
+    assert found["out_mib"]["median"] == found["in_mib"]["median"] == moved > 0
+    assert (found["pinned_in_use_mib"], found["fallbacks"], found["fraction"]) == (0.0, 0, 1.0)
+    assert found["pinned_peak_mib"] >= moved / 2
+    assert found["pinned_held_mib"] >= found["pinned_peak_mib"]
+    assert (found["out_gb_s"], found["stall_ms"], found["hidden_share"]) == (None, None, None), "the copies were simulated"
+    assert logger.ours[-1][1]["gdn/offload_out_mib/rank0"] == moved
+    assert not any("stall" in key for _, row in logger.ours for key in row)
+    printed = capsys.readouterr().out
+    assert re.search(r"moved to the host per step \(MiB; median, max\)\W+\d", printed)
+    assert re.search(r"host buffers held, peak, in use after a step \(MiB\)\W+[\d.]+, [\d.]+, 0.00", printed)
+    assert json.loads(json.dumps(monitor.summary, allow_nan=False)) == monitor.summary
+    trainer_for(monitor, max_steps=5, strategy=GDNRecomputeStrategy("gdn_conv")).fit(TinyModule(), loader(12))
+    assert monitor.summary["offload"] is None
+    assert "moved to the host" not in capsys.readouterr().out
+
+
+def test_pinned_memory_counts_the_pool_of_offload(device: FakeDevice) -> None:
+    device.pinned = 12 * MIB
+    strategy = SingleDeviceStrategy("cpu")
+    step = offload_step(pinned_held=3 * MIB, copy_out_ms=2.0, copy_in_ms=2.0, timed_bytes_out=10**7, stall_in_ms=1.0)
+    strategy.applied = SimpleNamespace(plan=None, ledger=None, kernels=None, last_step=step)  # type: ignore[attr-defined]
+    logger, monitor = Rows(), quiet()
+    trainer_for(monitor, max_steps=5, logger=logger, strategy=strategy, accelerator="auto", devices="auto").fit(Tiny())
+    assert monitor.summary["pinned_mib"] == 15.0
+    found = monitor.summary["offload"]
+    assert (found["out_gb_s"], found["hidden_share"], found["stall_ms"]["median"]) == (5.0, 0.75, 1.0)
+    assert found["in_gb_s"] == 0.0
+    assert logger.ours[-1][1]["gdn/offload_stall_ms"] == 1.0
+    assert found["stayed_mib"] == {"min_bytes": 2.0}
 
 
 def test_every_key_and_field_is_documented() -> None:
