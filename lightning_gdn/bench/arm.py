@@ -24,7 +24,7 @@ from torch import nn
 from ..apply import instrument
 from ..callbacks import MemoryMonitor
 from ..strategies import GDNRecomputeStrategy
-from .arms import Rival, parse
+from .arms import Rival, configured, parse
 from .data import Text, make_loaders, read_text
 from .environment import collect
 from .errors import UserError
@@ -154,7 +154,8 @@ def run_arm(
             callbacks.append(probe)
         else:
             # the control of fused kernels is installed too: every region kept, the same kernels as in the other arms
-            strategy = GDNRecomputeStrategy([] if control else arm, kernels=recipe.plan.kernels)
+            chosen = configured(chosen, recipe.offload)
+            strategy = GDNRecomputeStrategy(chosen.recompute, offload=chosen.offload or (), kernels=recipe.plan.kernels)
         if progress is not None:
             callbacks.append(_Progress(progress, recipe.trainer.max_steps))
         trainer = make_trainer(recipe, device, strategy, callbacks, interactive, logger)

@@ -3,6 +3,7 @@
 | arm | what runs |
 |---|---|
 | `none`, `gdn_conv+layernorm`, `full:block:6`, ... | the control and labels, as `labels.parse_arm` reads them |
+| `gdn_conv+offload:gdn_core_attn@0.5` | recompute and offload labels; how they move is the recipe's section `offload` |
 | `checkpoint:NAME+NAME...` | `torch.utils.checkpoint` over the regions of these labels, or over these regions; neighbours share one checkpoint |
 | `checkpoint:full`, `checkpoint:block:K` | `torch.utils.checkpoint` around every whole block, around the first K |
 | `checkpoint:sweep` | stands for `checkpoint:block:K` at a quarter, half and three quarters of the blocks, and `checkpoint:full` |
@@ -16,13 +17,14 @@ A rival stands alone: it cannot be joined with labels.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 
 from ..labels import LABELS, Selection, parse_arm
 from ..regions import REGIONS, BlockLayout
 from .errors import UserError, nearest
+from .schema import OffloadSection
 
-__all__ = ["HF", "PARTS", "RIVALS", "SAVE_ON_CPU", "SELECTIVE", "SWEEP", "Rival", "check_rival", "is_rival", "parse", "sweep"]
+__all__ = ["HF", "PARTS", "RIVALS", "SAVE_ON_CPU", "SELECTIVE", "SWEEP", "Rival", "check_rival", "configured", "is_rival", "parse", "sweep"]
 
 HF, SELECTIVE, SAVE_ON_CPU = "hf_gradient_checkpointing", "selective_checkpoint", "save_on_cpu"
 SWEEP = "checkpoint:sweep"
@@ -119,6 +121,13 @@ def parse(text: str) -> Selection | Rival:
         hint = close if close != "checkpoint" else f"{_PREFIX}{text.partition(':')[2] or 'full'}"
         raise UserError(f"unknown arm {text!r} (did you mean {hint!r}?). Rivals: {', '.join(RIVALS)}")
     return parse_arm(text)
+
+
+def configured(selection: Selection, section: OffloadSection) -> Selection:
+    """An arm of labels under the recipe's section `offload`, which says how what moves is moved."""
+    if selection.offload is None:
+        return selection
+    return replace(selection, offload=replace(selection.offload, **asdict(section)))
 
 
 def _checkpoint(text: str, rest: str) -> Rival:

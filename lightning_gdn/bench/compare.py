@@ -15,6 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from ..labels import Selection
 from .arms import Rival, check_rival, parse, sweep
 from .checks import check_arm
 from .data import Text, check_vocabulary, read_text
@@ -52,13 +53,19 @@ def prepare(arms: Sequence[str], *, key: str = "compare.arms") -> list[str]:
     seen: dict[tuple[Any, ...], str] = {}
     for arm in arms:
         chosen = parse(arm)
-        plan = (chosen.kind, frozenset(chosen.names), chosen.num_blocks) if isinstance(chosen, Rival) else (frozenset(chosen.labels), chosen.full)
+        plan = (chosen.kind, frozenset(chosen.names), chosen.num_blocks) if isinstance(chosen, Rival) else _meaning(chosen)
         first = seen.get(plan)
         seen[plan] = arm
         if first is not None:
             what = f"{arm!r} is given twice" if first == arm else f"{first!r} and {arm!r} are the same plan"
             raise UserError(f"{key}: {what}; rounds repeat every arm (compare.rounds)")
     return list(arms) if CONTROL in arms else [CONTROL, *arms]
+
+
+def _meaning(selection: Selection) -> tuple[Any, ...]:
+    """Equal for two arms of labels that are the same plan."""
+    moved = selection.offload
+    return frozenset(selection.labels), selection.full, moved and (frozenset(moved.labels), moved.fraction)
 
 
 def expand(loaded: Loaded, arms: Sequence[str]) -> list[str]:

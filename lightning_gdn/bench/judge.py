@@ -31,6 +31,9 @@ COLUMNS = (
     "tokens_per_s",
     "loss_first",
     "loss_last",
+    "offload_out_mib",
+    "offload_stall_ms",
+    "pinned_held_mib",
     "losses",
     "loss_max_abs_diff",
     "loss_first_step",
@@ -134,12 +137,25 @@ def _arm(arm: str, records: Sequence[Mapping[str, Any]], control: Mapping[int, M
         "step_ms": _spread([_step_ms(r) for r in good]),
         "step_delta_pct": _spread([_percent(_step_ms(a), _step_ms(b)) for a, b in pairs]),
         "tokens_per_s": _median([_monitor(r, "tokens_per_s") for r in good]),
+        "offload": _offload(good),
         "losses": _losses(arm, pairs),
         "loss_first": some.get("loss_first"),
         "loss_last": some.get("loss_last"),
         "weights_equal": all(a == b for a, b in weights) if weights else None,
         "ranks_agree": all(len(_weights(r)) <= 1 for r in good),
     }
+
+
+OFFLOAD_FIGURES = ("out_mib", "in_mib", "out_gb_s", "in_gb_s", "stall_ms", "hidden_share", "pinned_held_mib", "fallbacks")
+
+
+def _offload(records: Sequence[Mapping[str, Any]]) -> dict[str, float | None] | None:
+    """Medians over rounds of what moved per optimizer step on rank 0; None for an arm that moves nothing."""
+    told = [found for r in records if (found := (r.get("monitor") or {}).get("offload"))]
+    if not told:
+        return None
+    values = {name: [found[name]["median"] if isinstance(found[name], Mapping) else found[name] for found in told] for name in OFFLOAD_FIGURES}
+    return {name: _median(each) for name, each in values.items()}
 
 
 def _losses(arm: str, pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> dict[str, Any]:
@@ -196,6 +212,9 @@ def _row(entry: Mapping[str, Any]) -> list[Any]:
         "step_delta_pct": delta.get("median"),
         "step_delta_pct_min": delta.get("min"),
         "step_delta_pct_max": delta.get("max"),
+        "offload_out_mib": (entry["offload"] or {}).get("out_mib"),
+        "offload_stall_ms": (entry["offload"] or {}).get("stall_ms"),
+        "pinned_held_mib": (entry["offload"] or {}).get("pinned_held_mib"),
         "losses": entry["losses"]["verdict"],
         "loss_max_abs_diff": entry["losses"]["max_abs_diff"],
         "loss_first_step": entry["losses"]["first_step"],

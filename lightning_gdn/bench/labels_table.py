@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ..labels import LABELS, OFFLOAD_LABELS
-from ..regions import GDN, Mode
-from .arms import RIVALS, Rival, parse
+from ..regions import GDN, Mode, Moves
+from .arms import RIVALS, Rival, configured, parse
 from .data import BYTES
 from .judge import CONTROL
 from .recipes import Loaded
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from rich.table import Table
     from torch import nn
 
+    from ..offload_config import OffloadConfig
     from ..plan import BlockPlan, Plan
     from .schema import Recipe
 
@@ -27,8 +29,12 @@ CPU_CAP = 512 * 2**20
 PROBE_TOKENS = 128
 """Sequence length of the first, small count that tells whether the recipe's own length fits."""
 
-Unit = tuple[tuple[str, tuple[tuple[str, str], ...], bool], ...]
-"""Blocks whose retained bytes depend on each other (one block, or one chunk of `full:uniform:n`): (kind, modes, carry) of each."""
+Unit = tuple[tuple[str, tuple[tuple[str, str], ...], bool, tuple[tuple[str, str], ...]], ...]
+"""Blocks whose retained bytes depend on each other (one block, or one chunk of `full:uniform:n`): (kind, modes, carry, moves) of each."""
+
+
+OFFLOAD_ARMS = {name: f"offload:{name}" if name != "block_input" else f"full+offload:{name}" for name in OFFLOAD_LABELS}
+"""Offload label -> the arm that shows what it moves."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +64,8 @@ def known_labels() -> tuple[Table, Table, Table]:
         recompute.add_row(label.name, ", ".join(f"{region}: {mode}" for region, mode in label.modes) or "no region yet", label.remark)
     recompute.add_row("full", "every region", "whole blocks; full:block:N covers the first N, full:uniform:N keeps one input per N blocks")
     recompute.add_row(CONTROL, "no region", "the control: nothing is installed")
-    offload = Table(title="offload labels (they need the offload engine, which this version does not have)", title_justify="left")
-    for column in ("label", "what would move to host memory"):
+    offload = Table(title="offload labels (in an arm: offload:gdn_core_attn@0.5)", title_justify="left")
+    for column in ("label", "what moves to host memory"):
         offload.add_column(column, overflow="fold")
     for name, remark in OFFLOAD_LABELS.items():
         offload.add_row(name, remark)
@@ -72,11 +78,12 @@ def known_labels() -> tuple[Table, Table, Table]:
 
 
 def units(plan: Plan) -> list[Unit]:
-    """The plan's blocks, joined where one hands its output on as recomputable."""
+    """The plan's blocks, joined where one hands its output on as recomputable. The resident last ones move nothing."""
     found: list[Unit] = []
     chunk: list[BlockPlan] = []
-    for block in plan.blocks:
-        chunk.append(block)
+    stay = len(plan.blocks) - (plan.offload.resident_last_blocks if plan.offload is not None else 0)
+    for index, block in enumerate(plan.blocks):
+        chunk.append(block if index < stay else _resident(block))
         if not block.carry:
             found.append(_unit(chunk))
             chunk = []
@@ -85,8 +92,21 @@ def units(plan: Plan) -> list[Unit]:
     return found
 
 
+def _resident(block: BlockPlan) -> BlockPlan:
+    modes = tuple((region, Mode.KEEP if mode is Mode.OFFLOAD else mode) for region, mode in block.modes)
+    return replace(block, modes=modes, moves=())
+
+
 def _unit(chunk: Sequence[BlockPlan]) -> Unit:
-    return tuple((block.kind, tuple((region, str(mode)) for region, mode in block.modes), block.carry) for block in chunk)
+    return tuple(
+        (
+            block.kind,
+            tuple((region, str(mode)) for region, mode in block.modes),
+            block.carry,
+            tuple((region, str(what)) for region, what in block.moves),
+        )
+        for block in chunk
+    )
 
 
 class _Counter:
@@ -111,37 +131,51 @@ class _Counter:
                 self._models[kinds] = build_model(self.recipe, [kind for kind, _ in kinds], dense=[i for i, (_, dense) in enumerate(kinds) if dense])
         return self._models[kinds]
 
-    def count(self, wanted: Sequence[Unit], tokens: int) -> dict[Unit, int]:
-        """Bytes that one unit of each kind in `wanted` retains at `tokens` per sequence."""
+    def count(self, wanted: Sequence[Unit], tokens: int, offload: OffloadConfig | None = None) -> dict[Unit, tuple[int, int]]:
+        """Bytes that one unit of each kind in `wanted` retains at `tokens` per sequence if it moves what it may, and bytes that it moves."""
         import torch
 
-        from ..apply import apply_plan, instrument
+        from ..apply import FreesNothingWarning, apply_plan, instrument
         from ..inspection import inspect_model
         from ..plan import BlockPlan, Plan
 
         flat = [block for unit in wanted for block in unit]
-        model = self._model(tuple(("linear_attention" if kind == GDN else "full_attention", "gate_up" in dict(modes)) for kind, modes, _ in flat))
+        model = self._model(tuple(("linear_attention" if kind == GDN else "full_attention", "gate_up" in dict(modes)) for kind, modes, _, _ in flat))
         layouts = inspect_model(model).layouts
         blocks = tuple(
-            BlockPlan(name=layout.name, kind=kind, modes=tuple((region, Mode(mode)) for region, mode in modes), carry=carry)
-            for layout, (kind, modes, carry) in zip(layouts, flat, strict=True)
+            BlockPlan(
+                name=layout.name,
+                kind=kind,
+                modes=tuple((region, Mode(mode)) for region, mode in modes),
+                carry=carry,
+                moves=tuple((region, Moves(what)) for region, what in moves),
+            )
+            for layout, (kind, modes, carry, moves) in zip(layouts, flat, strict=True)
         )
-        plan = Plan(source="counted", blocks=blocks)
+        everything = None if offload is None else replace(offload, fraction=1.0, resident_last_blocks=0, max_pinned_gib=None)
+        plan = Plan(source="counted", blocks=blocks, offload=everything)
         ids = torch.zeros((self.batch, tokens), dtype=torch.long, device="cuda" if self.device == "gpu" else "cpu")
         base: Any = model.base_model  # without the output projection: the logits of a large vocabulary are no part of a block
         if plan.is_control:
             with instrument(model, kernels=self.recipe.plan.kernels) as ledger, self._precision():
                 base(input_ids=ids)
         else:
-            with apply_plan(model, plan, kernels=self.recipe.plan.kernels) as applied, self._precision():
-                base(input_ids=ids)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FreesNothingWarning)  # the table says it
+                with apply_plan(model, plan, kernels=self.recipe.plan.kernels) as applied, self._precision():
+                    base(input_ids=ids)
             ledger = applied.ledger
         self.kernels |= ledger.kernels
-        bytes_of: dict[str, int] = {}
+        bytes_of: dict[str, tuple[int, int]] = {}
         for row in ledger.rows():
-            bytes_of[row.block] = bytes_of.get(row.block, 0) + row.kept_bytes + row.replay_input_bytes
+            kept, moved = bytes_of.get(row.block, (0, 0))
+            bytes_of[row.block] = kept + row.kept_bytes + row.replay_input_bytes, moved + row.moved_bytes
         names = iter(block.name for block in blocks)
-        return {unit: sum(bytes_of[next(names)] for _ in unit) for unit in wanted}
+        found = {}
+        for unit in wanted:
+            rows = [bytes_of[next(names)] for _ in unit]
+            found[unit] = sum(kept for kept, _ in rows), sum(moved for _, moved in rows)
+        return found
 
     def _precision(self) -> Any:
         from contextlib import nullcontext
@@ -181,31 +215,43 @@ def predict(loaded: Loaded, arms: Sequence[str]) -> Prediction:
     layouts = inspect_model(meta_model(recipe)).layouts
     plans: dict[str, Plan] = {}
     inapplicable: dict[str, str] = {}
-    for arm in dict.fromkeys([CONTROL, *LABELS, "full", *arms]):
+    known = [*LABELS, *OFFLOAD_ARMS.values()]
+    for arm in dict.fromkeys([CONTROL, *known, "full", *arms]):
         chosen = parse(arm)
         if isinstance(chosen, Rival):
             continue
         try:
-            plans[arm] = Plan.from_labels(chosen, layouts)
+            plans[arm] = Plan.from_labels(configured(chosen, recipe.offload), layouts)
         except ValueError as error:
-            if arm not in LABELS or arm in arms:
+            if arm not in known or arm in arms:
                 raise
-            inapplicable[arm] = str(error).partition(". Labels this model has")[0]
+            inapplicable[arm] = str(error).partition(". Labels this model has")[0].partition(". Offload labels this model has")[0]
     data = recipe.data
     counter = _Counter(recipe, device, data.batch_size)
     length = data.seq_len
     if device == "cpu":
         wanted = list(dict.fromkeys(units(plans[CONTROL])))
         small = min(PROBE_TOKENS, length)
-        per_token = sum(counter.count(wanted, small).values()) / small
+        per_token = sum(kept for kept, _ in counter.count(wanted, small).values()) / small
         if per_token * length > CPU_CAP:
             length = max(small, int(CPU_CAP / per_token) // 64 * 64)
             remarks.append(f"counted at {length} of {data.seq_len} tokens per sequence (more than {CPU_CAP >> 20} MiB otherwise) and scaled")
     retained = {}
     for arm, plan in plans.items():
         all_units = units(plan)
-        counted = counter.count(list(dict.fromkeys(all_units)), length)
-        total = sum(counted[unit] for unit in all_units)
+        offload = plan.offload
+        if offload is not None:  # a shorter sequence has smaller storages
+            offload = replace(offload, min_bytes=offload.min_bytes * length // data.seq_len)
+        counted = counter.count(list(dict.fromkeys(all_units)), length, offload)
+        total, moved = (sum(counted[unit][which] for unit in all_units) for which in (0, 1))
+        if offload is not None and offload.fraction not in (1.0, "auto"):
+            total += round(moved * (1 - float(offload.fraction)))
+            if arm in arms:
+                remarks.append(f"{arm}: a share of the bytes; which storages it is decides to within one of them")
+        if offload is not None and offload.fraction == "auto" and arm in arms:
+            remarks.append(f"{arm}: with everything moved, as it starts; what it settles on depends on the machine")
+        if offload is not None and offload.max_pinned_bytes is not None and moved > offload.max_pinned_bytes and arm in arms:
+            remarks.append(f"{arm}: as if offload.max_pinned_gib did not bound it; {moved / 2**30:.2f} GiB would move")
         retained[arm] = total if length == data.seq_len else round(total * data.seq_len / length)
     return Prediction(
         retained_bytes=retained,
@@ -230,6 +276,12 @@ def model_tables(loaded: Loaded, prediction: Prediction, arms: Sequence[str]) ->
             labels.add_row(name, "does not apply", "", "no block of this model has its regions", style="dim")
         else:
             labels.add_row(name, *_freed(base, prediction.retained_bytes[name], prediction.tokens), label.remark)
+    for name, remark in OFFLOAD_LABELS.items():
+        arm = OFFLOAD_ARMS[name]
+        if arm in prediction.inapplicable:
+            labels.add_row(arm, "does not apply", "", "no block of this model has its regions", style="dim")
+        else:
+            labels.add_row(arm, *_freed(base, prediction.retained_bytes[arm], prediction.tokens), f"moves {remark}")
     labels.add_row("full", *_freed(base, prediction.retained_bytes["full"], prediction.tokens), "every region of every block")
     table = Table(title="arms of the recipe: predicted retained bytes of one micro-batch", title_justify="left")
     for column in ("arm", "retained", "Δ"):
@@ -241,12 +293,7 @@ def model_tables(loaded: Loaded, prediction: Prediction, arms: Sequence[str]) ->
             continue
         table.add_row(arm, f"{value:,} B ({value / 2**20:.2f} MiB)", f"{(value / base - 1) * 100:+.1f} %" if base else "n/a")
     kernels = ", ".join(f"{region} {kernel}" for region, kernel in prediction.kernels.items()) or "n/a"
-    lines = [
-        f"kernels: {kernels}",
-        *prediction.remarks,
-        "offload labels need the offload engine, which this version does not have: " + ", ".join(OFFLOAD_LABELS),
-    ]
-    return labels, table, lines
+    return labels, table, [f"kernels: {kernels}", *prediction.remarks]
 
 
 def as_dict(prediction: Prediction) -> Mapping[str, Any]:

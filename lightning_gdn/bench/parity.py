@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from ..inspection import inspect_model
 from ..labels import LABELS, parse_arm
 from ..regions import BlockLayout
 from .arm import check_device, failure
-from .arms import Rival, parse
+from .arms import Rival, configured, parse
 from .compare import child_environment
 from .data import Text, read_text
 from .environment import collect
@@ -40,7 +41,7 @@ from .plant import Plant, parse_plant, planted, replayed_by
 from .recipes import Loaded, write_yaml
 from .records import SCHEMA, write_json
 from .rivals import install
-from .schema import Recipe
+from .schema import OffloadSection, Recipe
 
 __all__ = [
     "OpenArm",
@@ -77,10 +78,16 @@ class ParityOptions:
     """`REGION` or `REGION@BLOCK`: an error in its replay, which the check must find."""
 
 
-def open_arm(model: nn.Module, arm: str, kernels: str) -> AbstractContextManager[Any]:
+def open_arm(model: nn.Module, arm: str, kernels: str, offload: OffloadSection | None = None) -> AbstractContextManager[Any]:
     """An arm that is a plan, or a rival; the control too, which installs nothing under stock kernels."""
     chosen = parse(arm)
-    return install(model, chosen, kernels=kernels) if isinstance(chosen, Rival) else apply_plan(model, chosen, kernels=kernels)
+    if isinstance(chosen, Rival):
+        return install(model, chosen, kernels=kernels)
+    return apply_plan(model, configured(chosen, offload or OffloadSection()), kernels=kernels)
+
+
+def _opener(recipe: Recipe) -> OpenArm:
+    return partial(open_arm, offload=recipe.offload)
 
 
 def model_layouts(recipe: Recipe) -> tuple[BlockLayout, ...]:
@@ -96,7 +103,7 @@ def default_arms(layouts: Sequence[BlockLayout], arms: Sequence[str]) -> list[st
     for arm in (CONTROL, *labels, "full", *arms):
         try:
             selection = parse_arm(arm)
-            found.setdefault((frozenset(selection.labels), selection.full), arm)
+            found.setdefault((frozenset(selection.labels), selection.full, selection.offload), arm)
         except ValueError:  # a rival; what it means is checked by `check_runnable`
             found.setdefault(arm, arm)
     return list(found.values())
@@ -233,7 +240,7 @@ def parity(
     options: ParityOptions,
     *,
     text: Text | None = None,
-    open_arm: OpenArm = open_arm,
+    open_arm: OpenArm | None = None,
     progress: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
     """Compare every arm with the control and write parity.json, tensors.csv and recipe.yaml into `folder`.
@@ -261,7 +268,7 @@ def parity(
         stack.enter_context(torch.random.fork_rng(devices=[0] if device == "gpu" else []))
         progress(f"{CONTROL}: building the model, tuning kernels")
         rig = Rig(recipe, place, text, **_shape(options))
-        run = ParityCheck(rig, recipe.plan.kernels, setting, open_arm, plant)
+        run = ParityCheck(rig, recipe.plan.kernels, setting, open_arm or _opener(recipe), plant)
         run.control(options.repeats)
         found = []
         others = [arm for arm in arms if arm != CONTROL]

@@ -17,7 +17,7 @@ import torch
 
 from ..apply import FreesNothingWarning
 from ..inspection import inspect_model
-from ..labels import LABELS
+from ..labels import LABELS, parse_arm
 from ..ledger import LedgerRow
 from ..regions import REGIONS
 from .arm import check_device, failure, make_trainer
@@ -45,7 +45,7 @@ def default_arms(loaded: Loaded) -> tuple[list[str], list[str]]:
     """(labels that apply to the recipe's model, `full` and the recipe's own arms; labels that do not apply)."""
     present = {region for layout in inspect_model(meta_model(loaded.recipe)).layouts for region in layout.regions}
     fits = [name for name, label in LABELS.items() if present.intersection(region for region, _ in label.modes)]
-    arms = dict.fromkeys([*fits, "full", *(arm for arm in loaded.recipe.compare.arms if not is_rival(arm))])
+    arms = dict.fromkeys([*fits, "full", *(arm for arm in loaded.recipe.compare.arms if not is_rival(arm) and not _moves(arm))])
     return [arm for arm in arms if arm != CONTROL], [name for name in LABELS if name not in fits]
 
 
@@ -120,7 +120,15 @@ def refuse(loaded: Loaded, arms: Sequence[str] | None) -> Text:
     for arm in arms or ():
         if is_rival(arm):
             raise UserError(f"--arms: a profile measures labels region by region, got the rival {arm!r}; compare it with lightning-gdn compare")
+        if _moves(arm):
+            raise UserError(
+                f"--arms: a profile measures what replays cost, got {arm!r}, which moves tensors to the host; lightning-gdn compare measures that"
+            )
     return check_runnable(replace(loaded, recipe=_single_run(loaded.recipe)), default_arms(loaded)[0] if arms is None else arms)
+
+
+def _moves(arm: str) -> bool:
+    return parse_arm(arm).offload is not None
 
 
 def _single_run(recipe: Recipe) -> Recipe:

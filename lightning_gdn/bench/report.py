@@ -12,8 +12,11 @@ if TYPE_CHECKING:
 
 __all__ = ["caption", "kernels_line", "markdown", "terminal_table", "title", "write_csv"]
 
-HEAD = ("arm", "retained", "Δ", "peak allocated", "Δ", "step", "Δ paired [min, max]", "x line", "dominated by", "losses")
-OPTIONAL = ("x line", "dominated by")
+HEAD = (
+    *("arm", "retained", "Δ", "peak allocated", "Δ", "step", "Δ paired [min, max]", "moved/step", "GB/s out, in", "stall", "pinned"),
+    *("x line", "dominated by", "losses"),
+)
+OPTIONAL = ("moved/step", "GB/s out, in", "stall", "pinned", "x line", "dominated by")
 """Columns that are left out where no arm has an entry."""
 TEXT = ("arm", "dominated by", "losses")
 NOT_KNOWN = "n/a"
@@ -59,6 +62,8 @@ def caption(result: Mapping[str, Any]) -> list[str]:
     rivals = [entry for entry in result["arms"] if entry["retained_bytes"] is None and entry["retained_mib"] is not None]
     if rivals:
         lines.append("(allocator): what the whole model holds after a forward; the blocks' own share cannot be counted for these arms")
+    if any(entry.get("offload") for entry in result["arms"]):
+        lines.append("moved: to the host per optimizer step, of rank 0; stall: compute waited for copies; pinned: what the pool holds")
     lines += result["pareto"]["notes"]
     lines += [f"dominated, kernels {each['kernels']}: {each['label']}: {each['text']}" for each in result["pareto"]["advice"]]
     lines += [f"note: {note}" for note in result["notes"]]
@@ -81,10 +86,21 @@ def cells(entry: Mapping[str, Any]) -> list[str]:
         "" if control else _delta(entry["peak_delta_pct"]),
         NOT_KNOWN if entry["step_ms"] is None else f"{entry['step_ms']['median']:.1f} ms",
         "" if control else _paired(entry["step_delta_pct"]),
+        *_offload(entry.get("offload")),
         "" if entry["line_ratio"] is None else f"{entry['line_ratio']:.2f}",
         entry["dominated_by"] or "",
         _losses(entry) + status,
     ]
+
+
+def _offload(figures: Mapping[str, Any] | None) -> list[str]:
+    """The columns of an arm that moves something; empty for one that does not."""
+    if figures is None:
+        return ["", "", "", ""]
+    full = f", {figures['fallbacks']:g} stayed" if figures["fallbacks"] else ""
+    rates = ", ".join(NOT_KNOWN if figures[way] is None else f"{figures[way]:.1f}" for way in ("out_gb_s", "in_gb_s"))
+    stall = NOT_KNOWN if figures["stall_ms"] is None else f"{figures['stall_ms']:.1f} ms"
+    return [f"{figures['out_mib']:.1f} MiB{full}", rates, stall, f"{figures['pinned_held_mib']:.1f} MiB"]
 
 
 def _table(result: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:

@@ -17,6 +17,7 @@ __all__ = [
     "DataConfig",
     "ModelConfig",
     "MonitorConfig",
+    "OffloadSection",
     "PlanConfig",
     "Recipe",
     "TrainerConfig",
@@ -133,11 +134,27 @@ class PlanConfig:
     """What `lightning-gdn run` trains with; `compare` overrides `arm`."""
 
     arm: str = "none"
-    """Arm grammar: `none`, labels joined by `+`, `full`, `full:block:6`, or a rival such as `checkpoint:full` (docs/rivals.md).
+    """Arm grammar: `none`, labels joined by `+`, `full`, `full:block:6`, `offload:gdn_core_attn@0.5`, or a rival (docs/rivals.md).
     `lightning-gdn labels` lists them with their price."""
     kernels: str = "stock"
     """`stock` calls what the model itself would call; `fused` flash-linear-attention's convolution and gated norm on a GPU (less memory,
     faster, not bit-equal to `stock`; on a CPU both are the same torch functions). One setting for all arms, the control included."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffloadSection:
+    """How arms with `offload:` labels move activations to the host; which labels and which share of the bytes the arm says."""
+
+    min_bytes: int = 1048576
+    """Storages below this size stay on the device: a copy costs tens of microseconds of host time whatever its size."""
+    max_pinned_gib: float | None = None
+    """Most pinned host memory per process, GiB; what does not fit stays on the device and is counted. null: twice what was ever in use."""
+    resident_last_blocks: int = 1
+    """The last blocks keep what they save: their backward comes at once, and the copies could not hide."""
+    prefetch_blocks: int = 1
+    """Blocks by which a reload is enqueued before its use. Each costs the moved bytes of one block on the device during backward."""
+    release_blocks: int = 1
+    """Further blocks that may run before a block's sources must be free. Each costs the moved bytes of one block during forward."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,6 +195,7 @@ class Recipe:
     data: DataConfig = field(default_factory=DataConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
+    offload: OffloadSection = field(default_factory=OffloadSection)
     compare: CompareConfig = field(default_factory=CompareConfig)
     monitor: MonitorConfig = field(default_factory=MonitorConfig)
     wandb: WandbConfig = field(default_factory=WandbConfig)
@@ -212,6 +230,11 @@ POSITIVE: dict[str, float] = {
         1,
     ),
     "data.seq_len": 2,
+    "offload.min_bytes": 0,
+    "offload.max_pinned_gib": 0.0,
+    "offload.resident_last_blocks": 0,
+    "offload.prefetch_blocks": 1,
+    "offload.release_blocks": 0,
     "trainer.val_every": 0,
     "trainer.lr": 0.0,
     "trainer.weight_decay": 0.0,

@@ -40,6 +40,21 @@ def test_the_control_is_plain_lightning_to_the_bit(tmp_path: Path, overrides: tu
     assert bool(record["val_losses_hex"]) is bool(recipe.trainer.val_every)
 
 
+def test_an_arm_that_moves_trains_the_same_losses_and_tells_what_it_moved(tmp_path: Path) -> None:
+    loaded = loaded_of(tmp_path, "offload.min_bytes=0", "offload.resident_last_blocks=0")
+    control = run_arm(loaded.recipe, loaded.saved, "none")
+    record = run_arm(loaded.recipe, loaded.saved, "gdn_norm_out+offload:gdn_core_attn")
+    assert record["status"] == "ok", record["error"]
+    assert record["losses_hex"] == control["losses_hex"]
+    assert record["weights_sha256"] == control["weights_sha256"]
+    ledger = record["ledger"]
+    assert ledger["kept_bytes"] + ledger["discarded_bytes"] + ledger["offloaded_bytes"] == control["ledger"]["kept_bytes"]
+    assert record["retained_bytes"] == ledger["retained_bytes"] < control["retained_bytes"] - ledger["moved_bytes"] / 2
+    assert record["monitor"]["offload"]["out_mib"]["median"] == ledger["moved_bytes"] / 2**20 > 0
+    assert record["monitor"]["offload"]["pinned_in_use_mib"] == 0
+    assert "delta_rule: offload in 3" in record["plan"]
+
+
 def test_a_record_holds_what_a_comparison_needs(tmp_path: Path) -> None:
     loaded = loaded_of(tmp_path)
     steps: list[tuple[int, int]] = []

@@ -105,7 +105,7 @@ def test_validate_and_recipes(capsys: pytest.CaptureFixture[str], tmp_path: Path
 def test_labels_without_a_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["labels"]) == 0
     out = capsys.readouterr().out
-    for part in ("gdn_in_proj_conv", "conv: recompute_inside", "full:block:N", "gdn_core_attn", "offload engine"):
+    for part in ("gdn_in_proj_conv", "conv: recompute_inside", "full:block:N", "gdn_core_attn", "what moves to host memory"):
         assert part in out
     assert "--model" in fails(capsys, "labels", "data.seq_len=3")
     assert "--model" in fails(capsys, "labels", "--json")

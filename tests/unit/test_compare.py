@@ -39,6 +39,35 @@ def test_arms_are_checked_and_the_control_is_added() -> None:
     assert prepare(["none"]) == ["none"]
 
 
+def test_arms_that_move_are_the_same_only_with_the_same_labels_and_share() -> None:
+    arms = ["offload:gdn_core_attn", "offload:gdn_core_attn@0.5", "gdn_conv+offload:gdn_core_attn", "offload:mlp+offload:gdn_core_attn"]
+    assert split_arms(",".join(arms)) == ["none", *arms]
+    with pytest.raises(UserError, match=r"are the same plan"):
+        split_arms("offload:mlp+offload:gdn_core_attn,offload:gdn_core_attn+offload:mlp")
+
+
+def test_columns_of_offload_are_there_only_if_some_arm_moves_something() -> None:
+    plain = judge([record("none"), record("a")], name="x", arms=["none", "a"])
+    assert "moved/step" not in markdown(plain)
+    spread = {"median": 12.5, "p95": None, "max": 13.0, "min": 12.0, "mean": 12.5}
+    told = {"out_mib": spread, "in_mib": spread, "out_gb_s": 50.0, "in_gb_s": None, "stall_ms": None, "hidden_share": None, "pinned_held_mib": 20.0}
+    rounds = [
+        record(arm, index, monitor={**record(arm)["monitor"], "offload": None if arm == "none" else {**told, "fallbacks": index * 4}})
+        for arm in ("none", "a")
+        for index in (0, 1)
+    ]
+    result = judge(rounds, name="x", arms=["none", "a"])
+    assert entry(result, "none")["offload"] is None
+    assert entry(result, "a")["offload"]["fallbacks"] == 2
+    text = markdown(result)
+    head = next(line for line in text.splitlines() if line.startswith("| arm"))
+    assert "| moved/step | GB/s out, in | stall | pinned |" in head
+    assert "| 12.5 MiB, 2 stayed | 50.0, n/a | n/a | 20.0 MiB |" in text
+    assert "| stall" not in markdown(plain)
+    row = dict(zip(COLUMNS, result["table"]["rows"][1], strict=True))
+    assert (row["offload_out_mib"], row["offload_stall_ms"], row["pinned_held_mib"]) == (12.5, None, 20.0)
+
+
 def test_rounds_alternate() -> None:
     assert schedule(["none", "a", "b"], 3) == [
         (0, "none"), (0, "a"), (0, "b"),

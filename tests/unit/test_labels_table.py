@@ -17,12 +17,20 @@ from lightning_gdn.plan import Plan
 from lightning_gdn.regions import BlockLayout
 from tests.unit.bench_support import tiny_recipe
 
-ARMS = ["none", "gdn_conv+gdn_norm_out+layernorm", "full:block:2+mlp", "full:uniform:3"]
+ARMS = [
+    "none",
+    "gdn_conv+gdn_norm_out+layernorm",
+    "full:block:2+mlp",
+    "full:uniform:3",
+    "offload:gdn_core_attn+offload:mlp",
+    "gdn_norm_out+offload:gdn_norm_out",
+    "full:uniform:3+offload:block_input",
+]
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
 def test_predictions_equal_what_a_run_measures(precision: str, tmp_path: Path) -> None:
-    loaded = load(str(tiny_recipe(tmp_path)), [f"trainer.precision={precision}", "trainer.max_steps=2"])
+    loaded = load(str(tiny_recipe(tmp_path)), [f"trainer.precision={precision}", "trainer.max_steps=2", "offload.min_bytes=4096"])
     prediction = predict(loaded, ARMS)
     for arm in ARMS:
         record = run_arm(loaded.recipe, loaded.saved, arm)
