@@ -4,8 +4,10 @@ While a block runs, a `Mover` collects a weak reference to every slot that holds
 ones by storage, and offers to the engine each storage that a label names and of which no alias has to stay. So bytes moved are bytes
 freed: a storage with an alias that stays is counted by reason (`skipped` of the step's statistics) and not moved:
 
-- `held`: the block's caller has it (the block's output, a mask, position embeddings; its input, unless the label is `block_input`);
+- `held`: the block's caller has it (the block's output, a mask, position embeddings; its input, unless the label is `block_input`), or the
+  graph itself (an input that is a leaf);
 - `weight_cast`: autocast's copy of a weight; `parameter`: a parameter or buffer, whatever it is called here;
+- `ineligible`: a tensor subclass or one without a storage;
 - `edited`: it was edited in place after it was saved; it stays, so that its use raises PyTorch's error.
 """
 
@@ -102,7 +104,7 @@ class Mover:
         self._moving, self._block, self._module, self._weights = moving, block, module, weights
         self._min_bytes, self._saved = moving.min_bytes, moving.saved
         self._held = {_key(tensor) for tensor in _tensors(caller)}
-        if moving.inputs:
+        if moving.inputs and not (block_input.requires_grad and block_input.grad_fn is None):  # a leaf is held by its own graph node
             self._held.discard(_key(block_input))
         self._records: list[tuple[weakref.ref[Slot], int, str | None, bool]] = []
         self._outputs: dict[int, str] = {}
@@ -113,6 +115,8 @@ class Mover:
         wanted = region in self._saved
         key = _key(tensor) if type(tensor) is Tensor else None
         if key is None or (not wanted and tensor.untyped_storage().nbytes() < self._min_bytes):
+            if wanted:
+                self._block.skip("ineligible", tensor.numel() * tensor.element_size())
             return tensor.detach(), tensor._version
         slot = Slot(tensor)
         cast = wanted and self._weights is not None and is_weight_cast(tensor, self._weights)

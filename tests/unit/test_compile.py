@@ -16,8 +16,10 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForCausalLM
 from lightning_gdn import GDNRecomputeStrategy
 from lightning_gdn.apply import apply_plan
 from lightning_gdn.inspection import inspect_model
+from lightning_gdn.labels import Selection
 from tests.lightning_models import QUIET, TinyModule, loader, same_run
 from tests.models import tiny_batch, tiny_qwen3_5
+from tests.parity.steps import moving
 
 SAID = "torch.compile: taken-over blocks run eagerly"
 PLAN = "gdn_in_proj_conv+layernorm+mlp"
@@ -59,9 +61,9 @@ def same(a: list[Any], b: list[Any]) -> bool:
     return len(a) == len(b) and all(x is y is None or torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-@pytest.mark.parametrize("plan", [PLAN, "full:uniform:2"])
+@pytest.mark.parametrize("plan", [PLAN, "full:uniform:2", moving("gdn_norm_out+offload:gdn_core_attn+offload:mlp")], ids=str)
 @pytest.mark.parametrize("first", ["compile", "plan"])
-def test_a_model_compiled_before_or_after_the_plan(plan: str, first: str) -> None:
+def test_a_model_compiled_before_or_after_the_plan(plan: str | Selection, first: str) -> None:
     model = tiny_qwen3_5(**SMALL)
     want = gradients(model, model)
     compiled = torch.compile(model, backend="eager") if first == "compile" else None

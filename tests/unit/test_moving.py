@@ -176,16 +176,16 @@ def stays(bench: Bench, reason: str, nbytes: int = 4 * N * N) -> None:
 
 
 def test_the_blocks_input_stays_unless_the_label_is_for_it() -> None:
-    for what, moved in ((("act", Moves.SAVED), 0), (("act", Moves.INPUTS), 1)):
+    for what, moved, is_leaf in ((("act", Moves.SAVED), 0, False), (("act", Moves.INPUTS), 1, False), (("act", Moves.INPUTS), 0, True)):
         bench, x = Bench(), leaf()
-        h = x * 2
+        h = x if is_leaf else x * 2
         fn = region("act", lambda owner, h: h.exp())
         with bench.block(what, x=h, modes={"act": Mode.RECOMPUTE}) as (tape, mover):
             y = tape.run(fn, bench.owner, h)
             mover.returns(y)
             z = tape.run(region("down", lambda owner, y: y * y), bench.owner, y)
         (gradient,) = torch.autograd.grad(z.sum(), x)
-        assert torch.equal(gradient, 4 * (2 * x).exp() * (2 * x).exp())
+        assert torch.equal(gradient, (2 if is_leaf else 4) * h.detach().exp() * h.detach().exp())
         statistics = bench.end()
         assert (statistics.copies_out, statistics.skipped) == (moved, {} if moved else {"held": 4 * N * N})
 
@@ -268,6 +268,19 @@ def test_an_edit_in_place_is_pytorchs_error_whenever_it_happens() -> None:
         kept.clear()
         del y
         assert bench.end().skipped == ({"edited": 4 * N * N} if when == "in the block" else {})
+
+
+class Wrapped(Tensor):
+    """A subclass, as float8 libraries save them."""
+
+
+def test_tensor_subclasses_stay_and_are_counted() -> None:
+    bench, x = Bench(), leaf()
+    with bench.block(("act", Moves.SAVED), x=x) as (tape, _):
+        y = tape.run(region("act", lambda owner, x: Saves.apply(x, torch.ones(N, N).as_subclass(Wrapped))), bench.owner, x)
+    stays(bench, "ineligible")
+    y.sum().backward()
+    assert torch.equal(Saves.back[0][4], torch.ones(N, N))
 
 
 def test_small_storages_of_other_regions_cost_nothing_and_those_of_the_label_are_counted() -> None:
