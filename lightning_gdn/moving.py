@@ -113,14 +113,17 @@ class Mover:
     def saved(self, region: str, tensor: Tensor) -> Slot | tuple[Tensor, int]:
         """Autograd saves a tensor that is no parameter and no handle: what to hold in its place."""
         wanted = region in self._saved
-        key = _key(tensor) if type(tensor) is Tensor else None
-        if key is None or (not wanted and tensor.untyped_storage().nbytes() < self._min_bytes):
+        try:
+            storage = tensor.untyped_storage() if type(tensor) is Tensor else None
+        except (NotImplementedError, RuntimeError):
+            storage = None
+        if storage is None or (not wanted and storage.nbytes() < self._min_bytes):
             if wanted:
                 self._block.skip("ineligible", tensor.numel() * tensor.element_size())
             return tensor.detach(), tensor._version
         slot = Slot(tensor)
         cast = wanted and self._weights is not None and is_weight_cast(tensor, self._weights)
-        self._records.append((weakref.ref(slot.stay()), key, region if wanted else None, cast))
+        self._records.append((weakref.ref(slot.stay()), storage._cdata, region if wanted else None, cast))
         return slot
 
     def follow(self, region: str, slots: Iterable[object]) -> None:

@@ -88,7 +88,8 @@ class Plan:
                     for region, mode in LABELS[name].modes:
                         if region in modes:
                             modes[region] = stronger(modes[region], mode)
-            moves = _moves(selection.offload, layout.regions, modes, whole)
+            input_stays = _ends_resident(index, carried, len(layouts), selection.offload)
+            moves = _moves(selection.offload, layout.regions, modes, whole, input_stays)
             for region, what in moves:
                 if what is Moves.SAVED:
                     modes[region] = stronger(modes[region], Mode.OFFLOAD)
@@ -168,17 +169,27 @@ def _check_offload(config: OffloadConfig | None, present: set[str], count: int) 
             )
 
 
-def _moves(config: OffloadConfig | None, regions: Sequence[str], modes: dict[str, Mode], whole: bool) -> tuple[tuple[str, Moves], ...]:
+def _moves(
+    config: OffloadConfig | None, regions: Sequence[str], modes: dict[str, Mode], whole: bool, input_stays: bool
+) -> tuple[tuple[str, Moves], ...]:
     """What moves in one block: of one that is recomputed whole nothing but its input is left."""
     found: list[tuple[str, Moves]] = []
     for name in config.labels if config is not None else ():
         for region, what in OFFLOAD_MOVES[name]:
             if what is Moves.INPUTS:
-                if whole:
+                if whole and not input_stays:
                     found.append((regions[0], what))
             elif not whole and region in modes and not (what is Moves.OUTPUTS and modes[region] is Mode.RECOMPUTE):
                 found.append((region, what))
     return tuple(found)
+
+
+def _ends_resident(index: int, carried: frozenset[int], count: int, config: OffloadConfig | None) -> bool:
+    """Whether the block's chunk reaches into the resident last blocks: its input is wanted when their backward begins, so that it stays too."""
+    end = index
+    while end in carried:
+        end += 1
+    return config is not None and end > index and end >= count - config.resident_last_blocks
 
 
 def _covered(full: FullRecompute | None, count: int) -> tuple[frozenset[int], frozenset[int]]:

@@ -276,7 +276,7 @@ class Tape:
         if is_parameter(tensor):
             return _with_version(tensor)
         packed: object = None
-        if _storage_key(tensor) in self._registry:
+        if self._registry and _storage_key(tensor) in self._registry:
             slot = Slot(tensor)
             if self._link(slot, tensor, _storage_key(tensor), saved=True):
                 packed = slot

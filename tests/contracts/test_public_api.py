@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-PUBLIC = {"GDNRecomputeStrategy", "apply_plan", "instrument", "Plan", "in_replay", "__version__"}
+PUBLIC = {"GDNRecomputeStrategy", "apply_plan", "instrument", "OffloadConfig", "Plan", "in_replay", "__version__"}
 
 
 def test_the_public_names_are_these() -> None:
@@ -27,6 +27,7 @@ def test_the_public_names_are_these() -> None:
         ("apply_plan", "lightning_gdn.apply"),
         ("instrument", "lightning_gdn.apply"),
         ("Plan", "lightning_gdn.plan"),
+        ("OffloadConfig", "lightning_gdn.offload_config"),
     ],
 )
 def test_a_lazy_name_is_the_object_of_its_home(name: str, home: str) -> None:

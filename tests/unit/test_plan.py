@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from lightning_gdn.labels import LABELS, select
+from lightning_gdn.offload_config import OffloadConfig
 from lightning_gdn.plan import BlockPlan, Plan
 from lightning_gdn.regions import ATTENTION, GDN, BlockLayout, Mode, Moves
 
@@ -165,6 +166,17 @@ def test_of_a_block_that_is_recomputed_whole_only_the_input_moves() -> None:
     assert Plan.from_json(made.to_json()) == made
     assert json.loads(made.to_json())["offload"]["labels"] == ["block_input", "mlp"]
     assert "offload" not in json.loads(plan("mlp").to_json())
+
+
+def test_the_input_of_a_chunk_that_ends_in_a_resident_block_stays() -> None:
+    def moving_blocks(arm: str, resident: int) -> list[int]:
+        config = OffloadConfig(labels=("block_input",), resident_last_blocks=resident)
+        return [index for index, block in enumerate(Plan.from_labels(select(arm, offload=config), LAYOUTS).blocks) if block.moves]
+
+    assert moving_blocks("full:uniform:2", 0) == [0, 1, 2, 3, 4], "whose input is handed on has none to move"
+    assert moving_blocks("full:uniform:2", 2) == [0, 1, 3, 4], "the engine keeps the last two themselves"
+    assert moving_blocks("full:uniform:3", 1) == [0, 1, 2, 4]
+    assert moving_blocks("full", 1) == [0, 1, 2, 3, 4]
 
 
 def test_an_offload_label_that_no_block_has_a_region_for() -> None:
