@@ -25,8 +25,10 @@ from lightning_gdn.bench.parity_rig import Rig, gap, kernel_setting
 from lightning_gdn.bench.plant import Plant, parse_plant, replayed_by
 from lightning_gdn.bench.recipes import load
 from lightning_gdn.bench.records import read_json, write_json
+from lightning_gdn.bench.schema import OffloadSection
 from lightning_gdn.cli import main
 from lightning_gdn.replay import Region
+from tests.models import tiny_qwen3_5
 from tests.unit.bench_support import FAMILIES, TINY, tiny_recipe
 
 SHORT = "data.seq_len=33"
@@ -124,6 +126,16 @@ def test_every_label_is_bit_equal(family: str, precision: str, tmp_path: Path) -
     assert len(record["control"]["sha256_of_blocks"].split()) == 4
     assert record["kernel_setting"]["deterministic_algorithms"] == "error"
     assert torch.get_deterministic_debug_mode() == 0
+
+
+def test_arms_that_move_are_bit_equal_and_move_by_the_recipes_section(tmp_path: Path) -> None:
+    arms = ["offload:gdn_core_attn+offload:mlp", "gdn_conv+offload:gdn_norm_out", "full+offload:block_input"]
+    code, record = run(tmp_path, "--arms", ",".join(arms), SHORT, "offload.min_bytes=0")
+    assert code == 0, record["problems"]
+    assert [(entry["arm"], entry["verdict"]) for entry in record["arms"]] == [(arm, "bit-equal") for arm in arms]
+    model = torch.nn.ModuleList([tiny_qwen3_5(num_hidden_layers=1)])
+    with open_arm(model, "offload:mlp", "stock", OffloadSection(min_bytes=77, max_pinned_gib=2.0)) as applied:
+        assert (applied.engines.config.min_bytes, applied.engines.config.max_pinned_gib, applied.engines.config.labels) == (77, 2.0, ("mlp",))
 
 
 def test_optimizer_steps_and_micro_batches(tmp_path: Path) -> None:

@@ -242,6 +242,8 @@ def test_default_arms_are_the_labels_that_apply(tmp_path: Path) -> None:
     assert "layernorm" in arms
     assert "none" not in arms
     assert {"mlp", "core_attn", "moe"} <= set(left_out)
+    own = load(str(tiny_recipe(tmp_path)), ["compare.arms=[none,layernorm+mlp,offload:gdn_core_attn,save_on_cpu]"])
+    assert default_arms(own)[0][-1] == "layernorm+mlp", "what moves and rivals are left to a comparison"
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -260,6 +262,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     [
         (["nowhere.yaml"], "no file nowhere.yaml"),
         (["demo_cpu", "--arms", "gdn_cnv"], "did you mean 'gdn_conv'"),
+        (["demo_cpu", "--arms", "gdn_conv,gdn_conv+offload:mlp"], "got 'gdn_conv+offload:mlp', which moves tensors to the host"),
         (["demo_cpu", "--arms", "moe"], "none of the model's 8 blocks"),
         (["demo_cpu", "--steps", "0"], "--steps: expected a whole number of at least 1, got 0"),
         (["demo_cpu", "--rounds", "x"], "--rounds"),
