@@ -2,38 +2,35 @@
 
     python benchmarks/offload_model.py --model stack --out record.json               # 20-layer GDN stack, 8192 tokens, batch 2
     python benchmarks/offload_model.py --model qwen3_5_0_8b --seq 4096 --out record.json     # AdamW, FLA's fused linear cross entropy
-    python benchmarks/offload_model.py --model stack --layers 3 --seq 512 --device cpu --rounds 1    # runs anywhere; its times mean nothing
+    python benchmarks/offload_model.py --model stack --layers 3 --seq 256 --device cpu --rounds 1    # runs anywhere; its times mean nothing
 
 Per arm and round: `--warm` steps, then `--steps` measured ones; deltas are paired with `none` of the same round. `act` is what is allocated
-after the forward beyond what was before it, `peak` the allocated peak of a step, weights included. `moved` is copied out per step, `stall`
-the time for which compute waited for copies, `hidden` the share of the copy time that it did not wait for. `bare` are plain pinned copies
-of 256 MiB, both ways at once, in the same process: the rate that offload's is a share of. Losses are compared with the control's bit for bit.
+after the forward beyond what was before it, `peak` the allocated peak of a step, weights included (on a CPU the process's). `moved` is
+copied out per step, `stall` the time for which compute waited for copies, `hidden` the share of the copy time that it did not wait for.
+`bare` are plain pinned copies of 256 MiB, both ways at once, in the same process: the rate that offload's is a share of. Losses are compared
+with the control's bit for bit.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
+import math
+import resource
 import statistics
-import sys
 import time
-from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from rounds import CONTROL, MIB, alternate, arms_of, header, judge, print_table, spread, under, write
 from torch import Tensor, nn
 
 from lightning_gdn import apply_plan
 from lightning_gdn.bench.arms import parse
-from lightning_gdn.bench.environment import collect
-from lightning_gdn.bench.records import SCHEMA, write_json
-from lightning_gdn.bench.rivals import install
 from lightning_gdn.labels import Selection
 
-MIB = 2**20
 ARMS = (
     "none",
     "offload:gdn_core_attn",
@@ -113,18 +110,19 @@ def synchronize(device: str) -> None:
 
 
 def allocated(device: str) -> tuple[int, int]:
-    """Bytes now and at the peak since the last reset; zeros on a CPU."""
-    return (torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()) if device == "cuda" else (0, 0)
+    """Bytes now and at the peak since the last reset; on a CPU nothing and the process's peak."""
+    if device == "cuda":
+        return torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
+    return 0, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def in_force(model: nn.Module, text: str, args: argparse.Namespace) -> AbstractContextManager[Any]:
-    """The arm, labels with the benchmark's options or a rival."""
+    """The arm; one that moves with the options of the command line."""
     chosen = parse(text)
-    if not isinstance(chosen, Selection):
-        return install(model, chosen, kernels=args.kernels)
-    if chosen.offload is not None:
-        options = {"min_bytes": args.min_bytes, "max_pinned_gib": args.max_pinned_gib, "release_blocks": args.release_blocks}
-        chosen = replace(chosen, offload=replace(chosen.offload, **options, prefetch_blocks=args.prefetch_blocks))
+    if not isinstance(chosen, Selection) or chosen.offload is None:
+        return under(model, text, args.kernels)
+    options = {"min_bytes": args.min_bytes, "max_pinned_gib": args.max_pinned_gib, "release_blocks": args.release_blocks}
+    chosen = replace(chosen, offload=replace(chosen.offload, **options, prefetch_blocks=args.prefetch_blocks))
     return apply_plan(model, chosen, kernels=args.kernels)
 
 
@@ -147,7 +145,9 @@ def measure(trainee: Any, text: str, args: argparse.Namespace) -> dict[str, Any]
             loss.backward()
             trainee.update()
             synchronize(args.device)
-            row: dict[str, Any] = {"ms": (time.perf_counter() - start) * 1e3, "act_mib": act / MIB, "peak_mib": allocated(args.device)[1] / MIB}
+            row: dict[str, Any] = {"ms": (time.perf_counter() - start) * 1e3, "peak_mib": allocated(args.device)[1] / MIB}
+            if args.device == "cuda":
+                row["act_mib"] = act / MIB
             losses.append(float(loss.detach()).hex())
             del loss
             told = applied.step_statistics() if moves else None
@@ -187,54 +187,28 @@ def bare_rates(device: str) -> dict[str, float]:
     return {f"{way}_gb_s": count * size / start.elapsed_time(end) / 1e6 for way, (start, end) in marks.items()}
 
 
-@contextlib.contextmanager
-def room(device: str) -> Iterator[None]:
-    """An arm that runs out of memory is a row of the table, and the next one starts clean."""
-    try:
-        yield
-    finally:
-        if device == "cuda":
-            torch.cuda.empty_cache()
+def moved_figures(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Median and range over rounds of what the engine told; empty for an arm that moves nothing."""
+    found: dict[str, Any] = {}
+    for name in ("moved_mib", "stall_ms", "hidden_share", "out_gb_s", "in_gb_s", "pinned_mib", "late", "fallbacks", "fraction"):
+        known = [row[name] for row in rows if row.get(name) is not None]
+        if known:
+            found[name] = spread(known)
+    return found
 
 
-def spread(values: list[Any]) -> dict[str, float] | None:
-    """Median and range."""
-    known = [value for value in values if value is not None]
-    return {"median": round(statistics.median(known), 3), "min": round(min(known), 3), "max": round(max(known), 3)} if known else None
-
-
-def table(arms: dict[str, Any]) -> None:
-    """Print what the record holds."""
-    from rich.console import Console
-    from rich.table import Table
-
-    shown: dict[str, Callable[[dict[str, Any]], Any]] = {
-        "step ms": lambda entry: entry["ms"],
-        "Δ ms %": lambda entry: entry["ms_delta_pct"],
-        "act MiB": lambda entry: entry["act_mib"],
-        "peak MiB": lambda entry: entry["peak_mib"],
-        "moved MiB": lambda entry: entry.get("moved_mib"),
-        "GB/s out": lambda entry: entry.get("out_gb_s"),
-        "GB/s in": lambda entry: entry.get("in_gb_s"),
-        "stall ms": lambda entry: entry.get("stall_ms"),
-        "hidden": lambda entry: entry.get("hidden_share"),
-        "pinned MiB": lambda entry: entry.get("pinned_mib"),
-    }
-    made = Table(title="median of the rounds", title_justify="left")
-    made.add_column("arm")
-    for name in (*shown, "losses"):
-        made.add_column(name, justify="right")
-    for name, entry in arms.items():
-        if "error" in entry:
-            made.add_row(name, entry["error"], *[""] * len(shown))
-            continue
-        values = [call(entry) for call in shown.values()]
-        made.add_row(name, *("" if value is None else f"{value['median']:,.2f}" for value in values), entry["losses"])
-    Console(width=200).print(made)
+def print_moved(arms: dict[str, Any]) -> None:
+    """One line per arm that moves something."""
+    names = {"moved_mib": "moved MiB", "out_gb_s": "GB/s out", "in_gb_s": "GB/s in", "stall_ms": "stall ms", "hidden_share": "hidden"}
+    names |= {"pinned_mib": "pinned MiB", "fallbacks": "stayed", "fraction": "share"}
+    print(f"{'arm':56s}" + "".join(f"{title:>12s}" for title in names.values()) + "  losses")
+    for arm, entry in arms.items():
+        cells = [f"{entry['offload'][name]['median']:12.2f}" if name in entry["offload"] else f"{'':12s}" for name in names]
+        print(f"{arm:56s}{''.join(cells)}  {entry['losses']}")
 
 
 def main() -> None:
-    """Measure, print a table, write the record."""
+    """Measure, print the tables, write the record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=("stack", "qwen3_5_0_8b"), default="stack")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
@@ -245,6 +219,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--warm", type=int, default=3)
     parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no round that would end later")
     parser.add_argument("--arms", default=",".join(ARMS))
     parser.add_argument("--min-bytes", type=int, default=MIB)
     parser.add_argument("--max-pinned-gib", type=float)
@@ -253,46 +228,29 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     args.batch = args.batch or (2 if args.model == "stack" else 1)
-    arms = list(dict.fromkeys(["none", *args.arms.split(",")]))
     trainee: Any = Stack(args) if args.model == "stack" else Qwen(args)
-    measure(trainee, "none", args)  # compiles and tunes
+    blocks = args.layers if args.model == "stack" else 24
+    arms = list(dict.fromkeys([CONTROL, *arms_of(args.arms, blocks)]))
+    measure(trainee, CONTROL, args)  # compiles and tunes
     bare = [bare_rates(args.device)]
-    rounds: dict[str, list[dict[str, Any]]] = {arm: [] for arm in arms}
-    errors: dict[str, str] = {}
-    for index in range(args.rounds):
-        for arm in arms if index % 2 == 0 else arms[::-1]:
-            with room(args.device):
-                try:
-                    rounds[arm].append(measure(trainee, arm, args))
-                except (torch.OutOfMemoryError, RuntimeError) as error:
-                    errors[arm] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
-                    trainee.model.zero_grad(set_to_none=True)
-        bare.append(bare_rates(args.device))
-    entries: dict[str, Any] = {}
-    for arm in arms:
-        rows, base = rounds[arm], rounds["none"]
-        if arm in errors or not rows:
-            entries[arm] = {"error": errors.get(arm, "no round")}
-            continue
-        entry: dict[str, Any] = {key: spread([row[key] for row in rows]) for key in rows[0] if key not in ("losses", "ledger")}
-        for key in ("ms", "act_mib", "peak_mib"):
-            pairs = [(row[key], other[key]) for row, other in zip(rows, base, strict=False)]
-            entry[f"{key}_delta_pct"] = spread([(value / other - 1) * 100 if other else None for value, other in pairs])
-        count = min(len(row["losses"]) for row in (*rows, *base))
-        equal = all(row["losses"][:count] == base[0]["losses"][:count] for row in rows)
+    rounds = alternate(arms, args.rounds, lambda arm, index: measure(trainee, arm, args), seconds=args.seconds)
+    bare.append(bare_rates(args.device))
+    judged = judge(rounds, blocks, args.kernels)
+    want = rounds[CONTROL][0]["losses"]
+    for arm, entry in judged["arms"].items():
+        rows = rounds[arm]
+        equal = all(mine == theirs for row in rows for mine, theirs in zip(row["losses"], want, strict=False))
         ledger = rows[-1]["ledger"]
-        entry["losses"] = "bit-equal" if equal else "differ"
+        entry |= {"offload": moved_figures(rows), "losses": "bit-equal" if equal else "differ"}
         entry["ledger"] = None if ledger is None else {key: value for key, value in ledger.items() if key != "by_region"}
-        entries[arm] = entry
-    table(entries)
-    both = {way: spread([rates[way] for rates in bare]) for way in bare[0]}
-    if both:
-        print("bare pinned copies, both ways at once:", ", ".join(f"{way} {rate['median']:.1f}" for way, rate in both.items() if rate))
-    if args.out:
-        options = {key: value for key, value in vars(args).items() if key not in ("out", "arms")}
-        command = "python benchmarks/offload_model.py " + " ".join(sys.argv[1:])
-        record = {"schema": SCHEMA, "command": command, "environment": collect("gpu" if args.device == "cuda" else "cpu"), "options": options}
-        write_json(args.out, {**record, "bare": both, "arms": entries})
+    print_table(judged)
+    print_moved(judged["arms"])
+    rates = {way: spread([each[way] for each in bare]) for way in bare[0]}
+    if rates:
+        print("bare pinned copies, both ways at once: " + ", ".join(f"{way} {rate['median']:.1f}" for way, rate in rates.items()))
+    options = {key: value for key, value in vars(args).items() if key not in ("out", "arms")}
+    head = header("offload_model.py") if args.device == "cuda" else {"device": "cpu"}
+    write({**head, "options": options, "bare": rates, **judged}, args.out)
 
 
 if __name__ == "__main__":
