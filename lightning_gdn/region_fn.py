@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["RegionFn"]
+__all__ = ["TRAINED", "RegionFn"]
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -42,29 +42,44 @@ class RegionFn:
         return False
 
     def versions(self, owner: nn.Module) -> int:
-        """Sum of the version counters of every parameter and buffer a replay reads, and of the hooks of modules that have some.
+        """One number for the state of what a replay reads beside its arguments; another one means that the replay may compute something else.
 
-        A module that edits a buffer in its forward (spectral norm, batch norm) would do so again in a replay, from a later state: the sum,
-        taken before the forward, has then changed, and the replay is refused.
+        The sum of the version counters of every parameter and buffer and of the hooks of modules that have some, and above it, as multiples
+        of `TRAINED`, which parameters require gradients (`matmul` chooses its kernel by that). A module that edits a buffer in its forward
+        (spectral norm, batch norm) would do so again in a replay, from a later state: the number, taken before the forward, has then changed.
         """
-        total = 0
+        total = trained = 0
         for name in self.params:
             parameter = owner._parameters.get(name)
-            total += parameter._version if parameter is not None else _all_versions(owner)  # a parametrized one is no parameter
+            if parameter is None:  # a parametrized one is no parameter
+                more, trained = _all_versions(owner, trained)
+                total += more
+            else:
+                total += parameter._version
+                trained = 2 * trained + parameter.requires_grad
         for name in self.modules:
             module = owner._modules[name]
             assert module is not None
             if module._modules or module._buffers or module._forward_hooks or module._forward_pre_hooks:
-                total += _all_versions(module)
+                more, trained = _all_versions(module, trained)
+                total += more
                 continue
             for parameter in module._parameters.values():
                 if parameter is not None:
                     total += parameter._version
-        return total
+                    trained = 2 * trained + parameter.requires_grad
+        return total + trained * TRAINED
 
 
-def _all_versions(module: nn.Module) -> int:
+TRAINED = 1 << 64
+"""Above every sum of version counters and hook hashes."""
+
+
+def _all_versions(module: nn.Module, trained: int) -> tuple[int, int]:
     """Of every tensor, and which forward hooks there are: one that comes or goes changes what a replay computes. Hook ids never repeat."""
-    tensors = sum(tensor._version for found in (module.parameters(), module.buffers()) for tensor in found)
+    total = sum(buffer._version for buffer in module.buffers())
+    for parameter in module.parameters():
+        total += parameter._version
+        trained = 2 * trained + parameter.requires_grad
     hooks = tuple(number for part in module.modules() for found in (part._forward_hooks, part._forward_pre_hooks) for number in found)
-    return tensors + hash(hooks) if hooks else tensors
+    return total + (hash(hooks) % TRAINED // 2 if hooks else 0), trained

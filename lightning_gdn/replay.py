@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from .region_fn import RegionFn
+from .region_fn import TRAINED, RegionFn
 
 __all__ = ["Region", "RngState", "Slot", "in_replay", "is_parameter", "modified", "thread_state"]
 
@@ -219,7 +219,10 @@ class Region:
         fn, args = self.fn, self.args
         if args is None:
             raise RuntimeError(f"region {fn.name!r}: nothing is left to replay from (lightning_gdn tape; please report this)")
-        if fn.versions(self.owner) != self.versions:
+        now = fn.versions(self.owner)
+        if now != self.versions:
+            if now // TRAINED != self.versions // TRAINED:
+                raise _replay_mismatch(fn.name, "other parameters of it require gradients than did in the forward")
             hint = (
                 f"A parameter or buffer of region {fn.name!r} was edited in place in or after the forward, or swapped "
                 "(torch.func.functional_call), or a forward hook of its modules came or went; the region cannot be replayed."
