@@ -124,12 +124,7 @@ def _labels(argv: Sequence[str]) -> int:
     loaded = load(given.model, given.overrides)
     check_vocabulary(loaded.recipe)
     arms = prepare(loaded.recipe.compare.arms)
-    try:
-        prediction = predict(loaded, arms)
-    except UserError:
-        raise
-    except ValueError as error:
-        raise UserError(f"compare.arms: {error}") from None
+    prediction = predict(loaded, arms)
     if given.json:
         print(json.dumps(as_dict(prediction), indent=1))
         return 0

@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..regions import GDN, BlockLayout
 from .arms import SWEEP, parse
 from .errors import UserError, nearest, one_line
 from .schema import CHOICES, POSITIVE, SECTIONS, TOP, Recipe
 
-__all__ = ["check_arm", "check_types", "check_values"]
+__all__ = ["check_arm", "check_blocks", "check_types", "check_values"]
 
 _TYPE_NAMES = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
 
@@ -119,3 +120,16 @@ def check_arm(arm: str, key: str) -> None:
         raise UserError(f"{key}: {one_line(error)}") from None
     if arm.strip() == SWEEP and key == "plan.arm":
         raise UserError(f"{key}: {SWEEP} stands for several arms of a comparison; write one of them, for instance checkpoint:full")
+
+
+def check_blocks(layouts: Sequence[BlockLayout]) -> None:
+    """Whether labels and rivals can do anything for this model.
+
+    Raises:
+        UserError: none of its blocks has a Gated DeltaNet mixer.
+    """
+    if not any(layout.kind == GDN for layout in layouts):
+        raise UserError(
+            f"model: expected Gated DeltaNet blocks, got {len(layouts)} blocks with attention only; labels and rivals are for hybrid models. "
+            "Raise model.full_attention_interval, or train without a plan: lightning-gdn run RECIPE plan.arm=none"
+        )

@@ -17,7 +17,7 @@ from typing import Any
 
 from ..labels import Selection
 from .arms import Rival, check_rival, parse, sweep
-from .checks import check_arm
+from .checks import check_arm, check_blocks
 from .data import Text, check_vocabulary, read_text
 from .errors import UserError
 from .judge import CONTROL, judge
@@ -111,6 +111,8 @@ def check_runnable(loaded: Loaded, arms: Sequence[str]) -> Text:
     layouts = inspect_model(model).layouts
     for arm in arms:
         chosen = parse(arm)
+        if isinstance(chosen, Rival) or not chosen.is_control:
+            check_blocks(layouts)
         try:
             if isinstance(chosen, Rival):
                 check_rival(chosen, layouts, hugging_face=hasattr(model, "gradient_checkpointing_enable"))

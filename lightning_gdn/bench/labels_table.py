@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ..labels import LABELS, OFFLOAD_LABELS
 from ..regions import GDN, Mode, Moves
 from .arms import RIVALS, Rival, configured, parse
+from .checks import check_blocks
 from .data import BYTES
 from .judge import CONTROL
 from .recipes import Loaded
@@ -44,7 +45,7 @@ class Prediction:
     retained_bytes: dict[str, int]
     """By arm: bytes that all blocks hold between forward and backward of one micro-batch [B, T]. Rivals are measured, not predicted."""
     inapplicable: dict[str, str]
-    """Labels that no block of this model has a region for, with the reason."""
+    """Labels and arms that do not fit this model, with the reason."""
     tokens: int
     """B x T of the recipe."""
     device: str
@@ -198,7 +199,7 @@ def predict(loaded: Loaded, arms: Sequence[str]) -> Prediction:
     that would hold more than half a GiB, a shorter sequence is counted and scaled, and the prediction says so.
 
     Raises:
-        ValueError: an arm of the recipe that does not fit the model (labels that no block has are reported, not raised).
+        UserError: the model has no Gated DeltaNet block. (Arms that do not fit the model are reported, not raised.)
     """
     import torch
 
@@ -213,6 +214,7 @@ def predict(loaded: Loaded, arms: Sequence[str]) -> Prediction:
     if recipe.trainer.accelerator == "gpu" and not gpu:
         remarks.append("no GPU here: counted on the CPU with the model's torch functions; FLA's kernels on a GPU retain less")
     layouts = inspect_model(meta_model(recipe)).layouts
+    check_blocks(layouts)
     plans: dict[str, Plan] = {}
     inapplicable: dict[str, str] = {}
     known = [*LABELS, *OFFLOAD_ARMS.values()]
@@ -223,8 +225,6 @@ def predict(loaded: Loaded, arms: Sequence[str]) -> Prediction:
         try:
             plans[arm] = Plan.from_labels(configured(chosen, recipe.offload), layouts)
         except ValueError as error:
-            if arm not in known or arm in arms:
-                raise
             inapplicable[arm] = str(error).partition(". Labels this model has")[0].partition(". Offload labels this model has")[0]
     data = recipe.data
     counter = _Counter(recipe, device, data.batch_size)
@@ -288,6 +288,9 @@ def model_tables(loaded: Loaded, prediction: Prediction, arms: Sequence[str]) ->
         table.add_column(column, justify="left" if column == "arm" else "right", overflow="fold")
     for arm in arms:
         value = prediction.retained_bytes.get(arm)
+        if arm in prediction.inapplicable:
+            table.add_row(arm, f"does not apply: {prediction.inapplicable[arm]}", "", style="dim")
+            continue
         if value is None:
             table.add_row(arm, "a rival: measured by compare, not predicted", "")
             continue

@@ -7,10 +7,11 @@ that of the retained bytes, and the result says so. **Overhead** is the paired c
 through the arms `checkpoint:block:K` to `checkpoint:full`, straight between neighbours in K. Without such an arm there is no line, and
 arms are judged against each other alone.
 
-**Dominated** is an arm if another one (or the line at the same saving) saves at least as much and costs at most as much, and is clearly
-better in one of the two. What the control's own rounds differ by, (largest - smallest) / median, is not seen as a difference: less saving
-or more overhead than that is "as much", and only more than that is "clearly better". With one round of the control its spread is not
-known, and nothing is called dominated.
+**Dominated** is an arm if another one saves as much and costs no more, by their medians, and is clearly better in one of the two: it saves at
+least one point more, or it costs less by more than what the control's own rounds differ by, (largest - smallest) / median. (Savings that
+differ by less than the control's own peaks are equal.) An arm is dominated by the line if that costs less by more than this spread at the
+same saving. So the noisier the machine, the fewer verdicts. With one round of the control its spread is not known, and nothing is called
+dominated.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from .arms import Rival, parse
 __all__ = ["LINE", "Point", "analyse"]
 
 LINE = "k-of-N line"
+CLEAR_SAVING = 1.0
+"""Percentage points of saving that are worth changing a plan for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,8 +179,9 @@ def _row(
 
 def _dominates(a: Point, b: Point, spread: Mapping[str, float]) -> bool:
     saves, costs = a.saving - b.saving, a.overhead - b.overhead
-    as_good = saves >= -spread["saving"] and costs <= spread["overhead"]
-    return as_good and (saves > spread["saving"] or costs < -spread["overhead"])
+    if saves < -spread["saving"] or costs > 0:
+        return False
+    return saves >= max(CLEAR_SAVING, spread["saving"]) or costs < -spread["overhead"]
 
 
 def _advice(rows: Sequence[Mapping[str, Any]], axis: str, kernels: str | None) -> list[dict[str, Any]]:
@@ -201,13 +205,16 @@ def _notes(axis: str, spread: Mapping[str, float] | None, rows: Sequence[Mapping
     notes = []
     if axis == "retained":
         notes.append("no peak is measured on this device: savings of the Pareto view are of retained bytes")
+    unknown = [row["arm"] for row in rows if row["saving_pct"] is None]
+    if unknown:
+        notes.append(f"not in the Pareto view, for want of a figure: {', '.join(unknown)}")
     if any(row["ratio"] is not None for row in judged):
         notes.append(f"x line: step-time overhead over that of the {LINE} (torch.utils.checkpoint around K whole blocks) at the same saving")
     if spread is None:
         notes.append("one round of the control: its spread is unknown, so no arm is called dominated")
     elif any(row["dominated_by"] is not None for row in judged):
         notes.append(
-            "dominated: another arm or the line saves at least as much for at most as much time; differences within the control's own spread "
-            f"({spread['saving']:.2f} % of memory, {spread['overhead']:.2f} % of time) do not count"
+            "dominated: another arm (or the line) saves as much, costs no more, and saves a point more or costs clearly less: by more than the "
+            f"control's own spread of {spread['overhead']:.2f} % of time"
         )
     return notes

@@ -165,3 +165,38 @@ def test_a_comparison_outlives_wandb(broken: bool, capsys: pytest.CaptureFixture
         assert code == 0
         assert seen == ["none-0", "full-0", "none-1", "full-1"]
         assert "W&B: 5 runs in group cmp" in captured.out
+
+
+@pytest.mark.parametrize("layers", [1, 4])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["run", "plan.arm=layernorm"],
+        ["compare", "--arms", "layernorm,full"],
+        ["compare", "--arms", "checkpoint:full"],
+        ["profile", "--arms", "layernorm"],
+        ["parity", "--arms", "layernorm"],
+        ["labels"],
+    ],
+    ids=" ".join,
+)
+def test_a_model_without_gated_deltanet_is_refused_before_anything_starts(
+    words: list[str], layers: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    verb, *rest = words
+    recipe = str(tiny_recipe(tmp_path))
+    sizes = ["model.full_attention_interval=1", f"model.num_hidden_layers={layers}"]
+    assert main([verb, *(["--model"] if verb == "labels" else []), recipe, *sizes, *rest]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert f"expected Gated DeltaNet blocks, got {layers} blocks with attention only" in said
+    assert [path.name for path in tmp_path.iterdir()] == ["tiny.yaml"]
+
+
+def test_labels_marks_an_arm_of_the_recipe_that_does_not_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = str(tiny_recipe(tmp_path))
+    assert main(["labels", "--model", recipe, "compare.arms=[none,moe,full:block:9,gdn_conv]"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "does not apply: label 'moe'" in said
+    assert "does not apply: full:block:9: num_layers must be at most the number of blocks" in said

@@ -105,6 +105,30 @@ def test_a_little_less_saving_is_as_much(peak: float, dominated: bool) -> None:
     assert point(result, "gdn_conv")["dominated_by"] == ("gdn_norm_out" if dominated else None)
 
 
+@pytest.mark.parametrize("noise", [0.0, 2.0, 10.0, 60.0])
+def test_more_noise_gives_fewer_verdicts(noise: float) -> None:
+    """Figures of a real run: what costs more is never what to take instead, and a third of a point of saving decides nothing."""
+    arms = {
+        "gdn_norm_out": (822.1, 102.9),
+        "gdn_conv+gdn_norm_out+layernorm": (597.6, 108.5),
+        "gdn_in_proj_conv": (719.8, 112.0),
+        "full": (197.0, 131.9),
+        "checkpoint:block:2": (788.6, 108.6),
+        "checkpoint:block:4": (577.1, 114.2),
+        "checkpoint:full": (194.0, 128.7),
+    }
+    result = compared(arms, spread=(0.0, noise))
+    by = {row["arm"]: row["dominated_by"] for row in result["pareto"]["points"]}
+    assert by["gdn_norm_out"] is None
+    assert by["gdn_conv+gdn_norm_out+layernorm"] is None
+    assert by["gdn_in_proj_conv"] == "gdn_conv+gdn_norm_out+layernorm", "saves more and costs less by the medians"
+    assert by["full"] == ("checkpoint:full" if noise < 3.2 else None)
+    dominators = {row["arm"]: row for row in result["pareto"]["points"]}
+    for row in result["pareto"]["points"]:
+        if row["dominated_by"] in dominators:
+            assert dominators[row["dominated_by"]]["overhead_pct"] <= row["overhead_pct"]
+
+
 def test_of_two_arms_at_most_one_is_dominated_by_the_other() -> None:
     steps = [float(value) for value in range(-3, 4)]
     for saving in steps:
