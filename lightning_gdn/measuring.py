@@ -152,6 +152,7 @@ def profile_verb(argv: Sequence[str]) -> int:
 
     loaded = load(given.recipe, given.overrides)
     from .bench.compare import new_folder, split_arms
+    from .bench.ending import exit_code
     from .bench.profile import Options, profile, refuse
 
     arms = split_arms(given.arms) if given.arms is not None else None
@@ -163,7 +164,7 @@ def profile_verb(argv: Sequence[str]) -> int:
     if record["status"] != "ok":
         hint = "; the profile begins with the control, which must fit: a smaller data.seq_len or batch_size" if record["status"] == "oom" else ""
         print(f"lightning-gdn: profile: {record['status']}: {record['error']}{hint}", file=sys.stderr)
-        return 1
+        return exit_code(record)
     from .bench.profile_report import arm_table, caption, draw_profile, kernel_table, region_table, tensor_tables, title
 
     screen = console()

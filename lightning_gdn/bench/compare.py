@@ -7,7 +7,6 @@ import signal
 import site
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from ..labels import Selection
 from .arms import Rival, check_rival, parse, sweep
 from .checks import check_arm
 from .data import Text, check_vocabulary, read_text
+from .ending import terminated_cleanly
 from .errors import UserError
 from .judge import CONTROL, judge
 from .recipes import Loaded, write_yaml
@@ -163,7 +163,7 @@ def compare(
     launch = launch or _launch(loaded)
     records = []
     plan = schedule(arms, rounds)
-    with _terminated_cleanly(), _progress(plan, loaded.recipe.trainer.max_steps, show) as tick:
+    with terminated_cleanly(), _progress(plan, loaded.recipe.trainer.max_steps, show) as tick:
         for index, arm in plan:
             out = folder / "arms" / f"{slug(arm)}-round{index}" / "record.json"
             out.parent.mkdir(parents=True, exist_ok=True)
@@ -174,23 +174,6 @@ def compare(
     result = judge(records, name=folder.name, arms=arms)
     write_json(folder / "comparison.json", result)
     return result
-
-
-@contextmanager
-def _terminated_cleanly() -> Iterator[None]:
-    """SIGTERM (a batch system, `timeout`) ends the comparison as Ctrl-C does: by default it would leave the arm's process running."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def stop(number: int, frame: object) -> None:
-        raise SystemExit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _dead(loaded: Loaded, arm: str, index: int, code: int, log: Path) -> dict[str, Any]:
