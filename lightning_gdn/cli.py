@@ -36,8 +36,8 @@ examples:
   lightning-gdn labels --model demo_cpu
   lightning-gdn profile demo_cpu
 
-`lightning-gdn VERB --help` shows each verb. Exit codes: 0 done; 1 an arm failed, or its losses (on a CPU; with parity also gradients)
-are not the control's; 2 something you wrote cannot work (one line on stderr says what); 130 and 143: ended by Ctrl-C, by SIGTERM.
+`lightning-gdn VERB --help` shows each verb. Exit codes: 0 done; 1 an arm failed, its losses are not finite, or (on a CPU; with parity also
+gradients) not the control's; 2 something you wrote cannot work (one line on stderr says what); 130 and 143: ended by Ctrl-C, by SIGTERM.
 """
 
 
@@ -50,7 +50,7 @@ def _run(argv: Sequence[str]) -> int:
     args.add_argument("--out", metavar="DIR", help="the run's folder; new or empty (default: out_dir/NAME-TIME)")
     given = args.parse_intermixed_args(argv)
     from .bench.recipes import load, write_yaml
-    from .bench.records import write_json
+    from .bench.records import not_finite, write_json
 
     loaded = load(given.recipe, given.overrides)
     from .bench.compare import check_runnable, new_folder
@@ -80,9 +80,14 @@ def _run(argv: Sequence[str]) -> int:
     retained = record["retained_bytes"]
     held = "n/a" if retained is None else f"{retained / 2**20:.2f} MiB ({retained:,} B)"
     where = f" on each of {loaded.recipe.trainer.devices} ranks; rank 0's loss" if loaded.recipe.trainer.devices > 1 else ": loss"
-    print(f"{arm}{where} {record['loss_first']:.4f} -> {record['loss_last']:.4f}, blocks retain {held} per micro-batch")
+    first, last = (float.fromhex(record["losses_hex"][end]) for end in (0, -1))
+    print(f"{arm}{where} {first:.4f} -> {last:.4f}, blocks retain {held} per micro-batch")
     print("kernels: " + (", ".join(f"{region} {kernel}" for region, kernel in record["kernels"].items()) or "n/a"))
     print(f"written to {folder}")
+    diverged = not_finite([record])
+    if diverged:
+        print(f"lightning-gdn: arm {arm}: {diverged}", file=sys.stderr)
+        return 1
     return 0
 
 
