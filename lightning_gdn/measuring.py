@@ -40,7 +40,7 @@ def compare_verb(argv: Sequence[str]) -> int:
         recipe=replace(loaded.recipe, compare=replace(loaded.recipe.compare, arms=arms)),
         saved={**loaded.saved, "compare": {**loaded.saved["compare"], "arms": list(arms)}},
     )
-    check_runnable(loaded, arms)
+    check_runnable(loaded, arms, default=given.arms is None)
     folder = new_folder(given.out, loaded)
     print(f"{len(arms)} arms x {loaded.recipe.compare.rounds} rounds, in {folder}", file=sys.stderr)
     try:
@@ -112,7 +112,7 @@ def parity_verb(argv: Sequence[str]) -> int:
 
     layouts = model_layouts(loaded.recipe)
     arms = arms or expand(loaded, prepare(default_arms(layouts, loaded.recipe.compare.arms)))
-    text = check_runnable(loaded, arms)
+    text = check_runnable(loaded, arms, default=given.arms is None)
     options = ParityOptions(
         repeats=given.repeats, steps=given.steps, micro_batches=given.micro_batches, deterministic=not given.nondeterministic, plant=given.plant
     )

@@ -86,8 +86,11 @@ def schedule(arms: Sequence[str], rounds: int) -> list[tuple[int, str]]:
     return [(index, arm) for index in range(rounds) for arm in (arms if index % 2 == 0 else list(reversed(arms)))]
 
 
-def check_runnable(loaded: Loaded, arms: Sequence[str]) -> Text:
+def check_runnable(loaded: Loaded, arms: Sequence[str], *, default: bool = False) -> Text:
     """Everything that can be wrong with a run and be known before it: text, vocabulary, device, dimensions, labels, logger.
+
+    Args:
+        default: nobody named `arms` on the command line; an error says where the arm comes from.
 
     Raises:
         UserError: the first problem found.
@@ -117,7 +120,8 @@ def check_runnable(loaded: Loaded, arms: Sequence[str]) -> Text:
             else:
                 Plan.from_labels(chosen, layouts)
         except ValueError as error:
-            raise UserError(f"arm {arm!r}: {error}") from None
+            origin = f". It comes from compare.arms of {loaded.source.name}; choose others by --arms A,B,... or compare.arms=[A,B]"
+            raise UserError(f"arm {arm!r}: {error}{origin if default and arm in recipe.compare.arms else ''}") from None
     return text
 
 

@@ -127,7 +127,8 @@ def refuse(loaded: Loaded, arms: Sequence[str] | None) -> Text:
             raise UserError(
                 f"--arms: a profile measures what replays cost, got {arm!r}, which moves tensors to the host; lightning-gdn compare measures that"
             )
-    return check_runnable(replace(loaded, recipe=_single_run(loaded.recipe)), default_arms(loaded)[0] if arms is None else arms)
+    single = replace(loaded, recipe=_single_run(loaded.recipe))
+    return check_runnable(single, default_arms(loaded)[0] if arms is None else arms, default=arms is None)
 
 
 def _moves(arm: str) -> bool:
