@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from . import __version__
+from .bench.ending import TERMINATED, TerminatedError
 from .bench.errors import UserError
 from .measuring import compare_verb, parity_verb, profile_verb
 from .verb_support import console, parser
@@ -35,8 +36,8 @@ examples:
   lightning-gdn labels --model demo_cpu
   lightning-gdn profile demo_cpu
 
-`lightning-gdn VERB --help` shows each verb. Exit codes: 0 done; 1 an arm failed, or its losses (on a CPU; with parity also gradients)
-are not the control's; 2 something you wrote cannot work (one line on stderr says what).
+`lightning-gdn VERB --help` shows each verb. Exit codes: 0 done; 1 an arm failed, its losses are not finite, or (on a CPU; with parity also
+gradients) not the control's; 2 something you wrote cannot work (one line on stderr says what); 130 and 143: ended by Ctrl-C, by SIGTERM.
 """
 
 
@@ -49,7 +50,7 @@ def _run(argv: Sequence[str]) -> int:
     args.add_argument("--out", metavar="DIR", help="the run's folder; new or empty (default: out_dir/NAME-TIME)")
     given = args.parse_intermixed_args(argv)
     from .bench.recipes import load, write_yaml
-    from .bench.records import write_json
+    from .bench.records import not_finite, write_json
 
     loaded = load(given.recipe, given.overrides)
     from .bench.compare import check_runnable, new_folder
@@ -57,13 +58,14 @@ def _run(argv: Sequence[str]) -> int:
     arm = loaded.recipe.plan.arm
     text = check_runnable(loaded, [arm])
     from .bench.arm import run_arm
+    from .bench.ending import exit_code
     from .bench.ranks import check_processes, started_rank
 
     check_processes(loaded.recipe)
     if loaded.recipe.trainer.devices > 1 and started_rank():
         # rank 0 makes folder, loggers and record, and tells this process where its MemoryMonitor file goes
         other = run_arm(loaded.recipe, loaded.saved, arm, text=text, interactive=True)
-        return 0 if other["status"] == "ok" else 1
+        return exit_code(other)
     folder = new_folder(given.out, loaded)
     write_yaml(loaded.saved, folder / "recipe.yaml", f"lightning-gdn run {folder / 'recipe.yaml'}\nresolved from {loaded.source.name}")
     logger, close = _logger(loaded, folder)
@@ -74,13 +76,18 @@ def _run(argv: Sequence[str]) -> int:
     write_json(folder / "record.json", record)
     if record["status"] != "ok":
         print(f"lightning-gdn: arm {arm}: {record['status']}: {record['error']}", file=sys.stderr)
-        return 1
+        return exit_code(record)
     retained = record["retained_bytes"]
     held = "n/a" if retained is None else f"{retained / 2**20:.2f} MiB ({retained:,} B)"
     where = f" on each of {loaded.recipe.trainer.devices} ranks; rank 0's loss" if loaded.recipe.trainer.devices > 1 else ": loss"
-    print(f"{arm}{where} {record['loss_first']:.4f} -> {record['loss_last']:.4f}, blocks retain {held} per micro-batch")
+    first, last = (float.fromhex(record["losses_hex"][end]) for end in (0, -1))
+    print(f"{arm}{where} {first:.4f} -> {last:.4f}, blocks retain {held} per micro-batch")
     print("kernels: " + (", ".join(f"{region} {kernel}" for region, kernel in record["kernels"].items()) or "n/a"))
     print(f"written to {folder}")
+    diverged = not_finite([record])
+    if diverged:
+        print(f"lightning-gdn: arm {arm}: {diverged}", file=sys.stderr)
+        return 1
     return 0
 
 
@@ -206,5 +213,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("lightning-gdn: interrupted; records written so far stay", file=sys.stderr)
         return 130
+    except TerminatedError as stop:
+        print(f"lightning-gdn: {stop}; records written so far stay", file=sys.stderr)
+        return TERMINATED
     except SystemExit as stop:  # argparse, after --help
         return int(stop.code or 0)

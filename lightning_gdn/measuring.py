@@ -40,7 +40,7 @@ def compare_verb(argv: Sequence[str]) -> int:
         recipe=replace(loaded.recipe, compare=replace(loaded.recipe.compare, arms=arms)),
         saved={**loaded.saved, "compare": {**loaded.saved["compare"], "arms": list(arms)}},
     )
-    check_runnable(loaded, arms)
+    check_runnable(loaded, arms, default=given.arms is None)
     folder = new_folder(given.out, loaded)
     print(f"{len(arms)} arms x {loaded.recipe.compare.rounds} rounds, in {folder}", file=sys.stderr)
     try:
@@ -112,7 +112,7 @@ def parity_verb(argv: Sequence[str]) -> int:
 
     layouts = model_layouts(loaded.recipe)
     arms = arms or expand(loaded, prepare(default_arms(layouts, loaded.recipe.compare.arms)))
-    text = check_runnable(loaded, arms)
+    text = check_runnable(loaded, arms, default=given.arms is None)
     options = ParityOptions(
         repeats=given.repeats, steps=given.steps, micro_batches=given.micro_batches, deterministic=not given.nondeterministic, plant=given.plant
     )
@@ -152,6 +152,7 @@ def profile_verb(argv: Sequence[str]) -> int:
 
     loaded = load(given.recipe, given.overrides)
     from .bench.compare import new_folder, split_arms
+    from .bench.ending import exit_code
     from .bench.profile import Options, profile, refuse
 
     arms = split_arms(given.arms) if given.arms is not None else None
@@ -163,7 +164,7 @@ def profile_verb(argv: Sequence[str]) -> int:
     if record["status"] != "ok":
         hint = "; the profile begins with the control, which must fit: a smaller data.seq_len or batch_size" if record["status"] == "oom" else ""
         print(f"lightning-gdn: profile: {record['status']}: {record['error']}{hint}", file=sys.stderr)
-        return 1
+        return exit_code(record)
     from .bench.profile_report import arm_table, caption, draw_profile, kernel_table, region_table, tensor_tables, title
 
     screen = console()

@@ -26,6 +26,7 @@ from ..callbacks import MemoryMonitor
 from ..strategies import GDNRecomputeStrategy
 from .arms import Rival, configured, parse
 from .data import Text, make_loaders, read_text
+from .ending import TerminatedError, exit_code, terminated_cleanly
 from .environment import collect
 from .errors import UserError
 from .flops import FLOPS_FORMULA, flops_per_token
@@ -137,36 +138,39 @@ def run_arm(
     }
     module = make_module(recipe)
     monitor = probe = strategy = notes = rival = None
-    try:
-        text = text or read_text(recipe.data)
-        record["text"] = text.as_dict()
-        train, validation = make_loaders(text, recipe)
-        monitor = _monitor(recipe, folder, interactive)
-        notes = RankNotes(recipe, monitor)
-        callbacks: list[L.Callback] = [notes, monitor]
-        chosen = parse(arm)
-        control = not isinstance(chosen, Rival) and chosen.is_control
-        if isinstance(chosen, Rival):
-            rival = RivalCallback(chosen, recipe.plan.kernels, next(iter(train)))  # under Lightning's own strategy, as the control
-            callbacks.append(rival)
-        elif control and recipe.plan.kernels == "stock":
-            probe = ControlProbe(next(iter(train)))
-            callbacks.append(probe)
-        else:
-            # the control of fused kernels is installed too: every region kept, the same kernels as in the other arms
-            chosen = configured(chosen, recipe.offload)
-            strategy = GDNRecomputeStrategy(chosen.recompute, offload=chosen.offload or (), kernels=recipe.plan.kernels)
-        if progress is not None:
-            callbacks.append(_Progress(progress, recipe.trainer.max_steps))
-        trainer = make_trainer(recipe, device, strategy, callbacks, interactive, logger)
-        trainer.fit(module, train, validation)
-        record["status"] = "ok"
-    except Exception as error:  # noqa: BLE001  an arm that fails is a row of the table, whatever failed it
-        record["status"], record["error"] = failure(error)
-        traceback.print_exc()
-    finally:
-        if rival is not None:
-            rival.undo()
+    with terminated_cleanly() as ending:
+        try:
+            text = text or read_text(recipe.data)
+            record["text"] = text.as_dict()
+            train, validation = make_loaders(text, recipe)
+            monitor = _monitor(recipe, folder, interactive)
+            notes = RankNotes(recipe, monitor)
+            callbacks: list[L.Callback] = [notes, monitor]
+            chosen = parse(arm)
+            control = not isinstance(chosen, Rival) and chosen.is_control
+            if isinstance(chosen, Rival):
+                rival = RivalCallback(chosen, recipe.plan.kernels, next(iter(train)))  # under Lightning's own strategy, as the control
+                callbacks.append(rival)
+            elif control and recipe.plan.kernels == "stock":
+                probe = ControlProbe(next(iter(train)))
+                callbacks.append(probe)
+            else:
+                # the control of fused kernels is installed too: every region kept, the same kernels as in the other arms
+                chosen = configured(chosen, recipe.offload)
+                strategy = GDNRecomputeStrategy(chosen.recompute, offload=chosen.offload or (), kernels=recipe.plan.kernels)
+            if progress is not None:
+                callbacks.append(_Progress(progress, recipe.trainer.max_steps))
+            trainer = make_trainer(recipe, device, strategy, callbacks, interactive, logger)
+            ending.fit(trainer, module, train, validation)
+            record["status"] = "ok"
+        except TerminatedError as stop:
+            record["error"] = str(stop)
+        except Exception as error:  # noqa: BLE001  an arm that fails is a row of the table, whatever failed it
+            record["status"], record["error"] = failure(error)
+            traceback.print_exc()
+        finally:
+            if rival is not None:
+                rival.undo()
     _describe(record, module, monitor, rival or probe, strategy)
     parts = notes.gather(record) if notes else None
     if parts is not None:
@@ -268,7 +272,7 @@ def failure(error: BaseException) -> tuple[str, str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry of the arm's own process; the exit code is 0 if the record says `ok`."""
+    """Entry of the arm's own process; the exit code is that of `ending.exit_code`, 130 after Ctrl-C."""
     parser = argparse.ArgumentParser(prog="python -m lightning_gdn.bench.arm", description="Train one arm of a comparison.")
     parser.add_argument("--recipe", required=True, type=Path)
     parser.add_argument("--arm", required=True)
@@ -286,10 +290,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         except BrokenPipeError:  # nobody waits for this arm any more: it ends, and leaves no record that would blame it
             raise SystemExit("the comparison that started this arm is gone") from None
 
-    record = run_arm(loaded.recipe, loaded.saved, given.arm, round_index=given.round, folder=given.out.parent, progress=progress)
+    try:
+        record = run_arm(loaded.recipe, loaded.saved, given.arm, round_index=given.round, folder=given.out.parent, progress=progress)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
     if loaded.recipe.trainer.devices == 1 or started_rank() == 0:
         write_json(given.out, record)
-    return 0 if record["status"] == "ok" else 1
+    return exit_code(record)
 
 
 if __name__ == "__main__":

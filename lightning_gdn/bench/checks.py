@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -11,7 +12,7 @@ from typing import Any
 from ..regions import GDN, BlockLayout
 from .arms import SWEEP, parse
 from .errors import UserError, nearest, one_line
-from .schema import CHOICES, POSITIVE, SECTIONS, TOP, Recipe
+from .schema import AT_MOST, CHOICES, POSITIVE, SECTIONS, TOP, Recipe
 
 __all__ = ["check_arm", "check_blocks", "check_types", "check_values"]
 
@@ -65,6 +66,10 @@ def check_values(recipe: Recipe) -> None:
     for key, least in POSITIVE.items():
         if values[key] is not None and values[key] < least:
             raise UserError(f"{key}: expected at least {least:g}, got {values[key]!r}")
+    for key, most in AT_MOST.items():
+        if values[key] is not None and values[key] > most:
+            what = f" (4 x the {os.cpu_count()} cores here, at least 256)" if key == "trainer.num_threads" else ""
+            raise UserError(f"{key}: expected at most {most}{what}, got {values[key]!r}; write a smaller number")
     model, trainer = recipe.model, recipe.trainer
     if model.num_attention_heads % model.num_key_value_heads:
         raise UserError(

@@ -7,7 +7,6 @@ import signal
 import site
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from ..labels import Selection
 from .arms import Rival, check_rival, parse, sweep
 from .checks import check_arm, check_blocks
 from .data import Text, check_vocabulary, read_text
+from .ending import terminated_cleanly
 from .errors import UserError
 from .judge import CONTROL, judge
 from .recipes import Loaded, write_yaml
@@ -86,8 +86,11 @@ def schedule(arms: Sequence[str], rounds: int) -> list[tuple[int, str]]:
     return [(index, arm) for index in range(rounds) for arm in (arms if index % 2 == 0 else list(reversed(arms)))]
 
 
-def check_runnable(loaded: Loaded, arms: Sequence[str]) -> Text:
+def check_runnable(loaded: Loaded, arms: Sequence[str], *, default: bool = False) -> Text:
     """Everything that can be wrong with a run and be known before it: text, vocabulary, device, dimensions, labels, logger.
+
+    Args:
+        default: nobody named `arms` on the command line; an error says where the arm comes from.
 
     Raises:
         UserError: the first problem found.
@@ -119,7 +122,8 @@ def check_runnable(loaded: Loaded, arms: Sequence[str]) -> Text:
             else:
                 Plan.from_labels(chosen, layouts)
         except ValueError as error:
-            raise UserError(f"arm {arm!r}: {error}") from None
+            origin = f". It comes from compare.arms of {loaded.source.name}; choose others by --arms A,B,... or compare.arms=[A,B]"
+            raise UserError(f"arm {arm!r}: {error}{origin if default and arm in recipe.compare.arms else ''}") from None
     return text
 
 
@@ -165,7 +169,7 @@ def compare(
     launch = launch or _launch(loaded)
     records = []
     plan = schedule(arms, rounds)
-    with _terminated_cleanly(), _progress(plan, loaded.recipe.trainer.max_steps, show) as tick:
+    with terminated_cleanly(), _progress(plan, loaded.recipe.trainer.max_steps, show) as tick:
         for index, arm in plan:
             out = folder / "arms" / f"{slug(arm)}-round{index}" / "record.json"
             out.parent.mkdir(parents=True, exist_ok=True)
@@ -176,23 +180,6 @@ def compare(
     result = judge(records, name=folder.name, arms=arms)
     write_json(folder / "comparison.json", result)
     return result
-
-
-@contextmanager
-def _terminated_cleanly() -> Iterator[None]:
-    """SIGTERM (a batch system, `timeout`) ends the comparison as Ctrl-C does: by default it would leave the arm's process running."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def stop(number: int, frame: object) -> None:
-        raise SystemExit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _dead(loaded: Loaded, arm: str, index: int, code: int, log: Path) -> dict[str, Any]:

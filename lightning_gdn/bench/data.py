@@ -9,10 +9,11 @@ import glob
 import hashlib
 import json
 import random
+import sys
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from .errors import UserError
 from .schema import DataConfig, Recipe
@@ -24,6 +25,8 @@ __all__ = ["BYTES", "Text", "Windows", "check_vocabulary", "make_loaders", "read
 
 BYTES = 256
 """Size of the byte vocabulary: token ids 0 to 255."""
+PIECE = 2**22
+"""Bytes of a file read at a time."""
 TEXT_SUFFIXES = (
     ".txt",
     ".md",
@@ -76,7 +79,7 @@ def read_text(config: DataConfig) -> Text:
     for file in files:
         try:
             with file.open("rb") as handle:
-                part = handle.read(cap - size)
+                part = _read(handle, cap - size)
         except OSError as error:
             raise UserError(f"data.path: {file} cannot be read: {error.strerror}") from None
         if part:
@@ -93,6 +96,15 @@ def read_text(config: DataConfig) -> Text:
             f"write data.seq_len={len(data)} or less, or give more text by data.path"
         )
     return Text(data=data, files=len(parts), source=source, sha256=hashlib.sha256(data).hexdigest())
+
+
+def _read(handle: BinaryIO, most: int) -> bytes:
+    """As `handle.read(most)`, which would make room for `most` bytes whatever the file has."""
+    pieces: list[bytes] = []
+    while most > 0 and (piece := handle.read(min(most, PIECE))):
+        pieces.append(piece)
+        most -= len(piece)
+    return b"".join(pieces)
 
 
 def _find(path: str | None) -> tuple[str, list[Path]]:
@@ -181,21 +193,29 @@ class Windows:
         last = len(text.data) // seq_len if last is None else last
         if last <= first:
             raise UserError(f"data.seq_len: {seq_len} leaves no sequence for training: {text.source} has {len(text.data)} bytes")
-        self.starts: list[int] = []
-        turn = 0
-        while len(self.starts) < count:
-            order = list(range(first, last))
-            random.Random(seed + turn).shuffle(order)
-            self.starts += [index * seq_len for index in order[: count - len(self.starts)]]
-            turn += 1
+        if count > sys.maxsize:
+            raise UserError(f"trainer.max_steps: all steps together take {count} sequences, expected at most {sys.maxsize}; write fewer")
+        self.count, self.seed, self.windows = count, seed, range(first, last)
+        self._pass: tuple[int, list[int]] | None = None
+        """Number and order of the pass that was read last: the order of all would grow with the steps."""
 
     def __len__(self) -> int:
-        return len(self.starts)
+        return self.count
+
+    def _start(self, index: int) -> int:
+        turn, at = divmod(index, len(self.windows))
+        if self._pass is None or self._pass[0] != turn:
+            order = list(self.windows)
+            random.Random(self.seed + turn).shuffle(order)
+            self._pass = turn, order
+        return self._pass[1][at] * self.seq_len
 
     def __getitem__(self, index: int) -> Any:
         import torch
 
-        start = self.starts[index]
+        if not 0 <= index < self.count:
+            raise IndexError(index)
+        start = self._start(index)
         return torch.frombuffer(bytearray(self.text.data[start : start + self.seq_len]), dtype=torch.uint8).long()
 
 

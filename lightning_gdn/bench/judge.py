@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from .pareto import analyse
-from .records import SCHEMA, check_alike
+from .records import SCHEMA, check_alike, losses_of, not_finite
 
 __all__ = ["COLUMNS", "CONTROL", "judge", "loss_difference"]
 
@@ -72,6 +72,8 @@ def judge(records: Sequence[Mapping[str, Any]], *, name: str, arms: Sequence[str
             problems.append(f"{entry['arm']}: weights after training differ from the control's")
         elif entry["losses"]["verdict"] == "not comparable":
             problems.append(f"{entry['arm']}: no round in which both it and the control finished")
+        if entry["not_finite"]:
+            problems.append(f"{entry['arm']}: {entry['not_finite']}: their comparison proves nothing")
     notes = []
     if len(hashes) > 1:
         notes.append("kernels were still being tuned during this comparison (the autotune cache changed); run it again for timings")
@@ -139,6 +141,7 @@ def _arm(arm: str, records: Sequence[Mapping[str, Any]], control: Mapping[int, M
         "tokens_per_s": _median([_monitor(r, "tokens_per_s") for r in good]),
         "offload": _offload(good),
         "losses": _losses(arm, pairs),
+        "not_finite": not_finite(good),
         "loss_first": some.get("loss_first"),
         "loss_last": some.get("loss_last"),
         "weights_equal": all(a == b for a, b in weights) if weights else None,
@@ -163,13 +166,8 @@ def _losses(arm: str, pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]
         return {"verdict": "not comparable", "max_abs_diff": None, "first_step": None}
     if arm == CONTROL:
         return {"verdict": "control", "max_abs_diff": None, "first_step": None}
-    found = [loss_difference(*both) for a, b in pairs for both in zip(_trajectories(a), _trajectories(b), strict=True)]
+    found = [loss_difference(*both) for a, b in pairs for both in zip(losses_of(a), losses_of(b), strict=True)]
     return _worst(found)
-
-
-def _trajectories(record: Mapping[str, Any]) -> list[list[str]]:
-    """The losses of every rank."""
-    return [part["losses_hex"] for part in _parts(record)]
 
 
 def _weights(record: Mapping[str, Any]) -> set[str]:
@@ -198,8 +196,8 @@ def _repeat(records: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     """How far the control's own rounds lie apart: the yardstick for an arm's difference on a GPU."""
     if len(records) < 2:
         return None
-    first = _trajectories(records[0])
-    return _worst([loss_difference(*both) for r in records[1:] for both in zip(_trajectories(r), first, strict=True)])
+    first = losses_of(records[0])
+    return _worst([loss_difference(*both) for r in records[1:] for both in zip(losses_of(r), first, strict=True)])
 
 
 def _row(entry: Mapping[str, Any]) -> list[Any]:

@@ -280,7 +280,7 @@ def parity(
         for arm in found:
             arm.rows = judge_arm(arm.runs, noise)
         blocks = [layout.name for layout in inspect_model(rig.model).layouts]
-        result = describe(found, rig.describe(), noise, blocks, repeats=len(run.controls), plant=plant)
+        result = describe(found, rig.describe(), noise, blocks, repeats=len(run.controls), plant=plant, located=_located(options, recipe))
         result["notes"] = [*run.notes, *result["notes"]]
         result["control"]["losses_hex"] = rig.losses_hex()
         record = {
@@ -300,6 +300,11 @@ def parity(
     write_json(folder / "parity.json", record)
     write_csv(folder / "tensors.csv", noise, found)
     return record
+
+
+def _located(options: ParityOptions, recipe: Recipe) -> bool:
+    """Whether the compared gradients tell where in backward a difference begins: later steps, and clipping, spread it over all of them."""
+    return options.steps == 0 or (options.steps == 1 and recipe.trainer.grad_clip is None)
 
 
 def _shape(options: ParityOptions) -> dict[str, int]:

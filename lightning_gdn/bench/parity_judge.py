@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-__all__ = ["ARM_RUNS", "EQUAL", "FACTOR", "LOSSES", "NOISY_RUNS", "Gap", "Row", "judge_arm", "noise_of", "repeats_exactly"]
+__all__ = ["ARM_RUNS", "EQUAL", "FACTOR", "LOSSES", "NOISY_RUNS", "WEIGHT", "Gap", "Row", "judge_arm", "noise_of", "repeats_exactly"]
 
 FACTOR = 1.25
 """An arm's difference may be this many times the control's largest."""
@@ -22,6 +22,8 @@ ARM_RUNS = 5
 
 LOSSES = "losses"
 """Name of the tensor that holds a run's losses; the others are named after parameters and buffers."""
+WEIGHT = " (weight)"
+"""End of the name of a parameter's value; the bare name is its gradient."""
 
 
 @dataclass(frozen=True, slots=True)

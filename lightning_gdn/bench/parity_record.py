@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from .judge import CONTROL
-from .parity_judge import EQUAL, LOSSES, Gap, Row
+from .parity_judge import EQUAL, LOSSES, WEIGHT, Gap, Row
 from .plant import Plant
 
 __all__ = ["ArmRuns", "describe", "write_csv"]
@@ -40,7 +40,14 @@ class ArmRuns:
 
 
 def describe(
-    arms: Sequence[ArmRuns], tensors: Tensors, noise: Mapping[str, Gap], blocks: Sequence[str], *, repeats: int, plant: Plant | None
+    arms: Sequence[ArmRuns],
+    tensors: Tensors,
+    noise: Mapping[str, Gap],
+    blocks: Sequence[str],
+    *,
+    repeats: int,
+    plant: Plant | None,
+    located: bool = True,
 ) -> dict[str, Any]:
     """Control, arms, notes and problems of the record.
 
@@ -48,6 +55,8 @@ def describe(
         noise: the control's own largest distances.
         blocks: module names, in the order of the forward.
         repeats: runs of the control beside the reference.
+        located: the gradients that were compared are backward's own, at the weights that all runs began with. Otherwise (after an optimizer
+            step, or clipped by the norm of all) a difference is everywhere, and where it came in is not claimed.
     """
     notes, problems = [], []
     bad = [name for name, (_, _, finite, _) in tensors.items() if not finite]
@@ -61,12 +70,13 @@ def describe(
     per_arm = max(3, DETAIL_ROWS // max(1, sum(bool(arm.rows) for arm in arms)))
     entries = []
     for arm in arms:
-        entry = _entry(arm, tensors, noise, blocks, per_arm)
+        entry = _entry(arm, tensors, noise, blocks, per_arm, located=located)
         entries.append(entry)
         if arm.status != "ok":
             problems.append(f"{arm.name}: {arm.status}: {arm.error}")
         elif entry["outside"]:
-            problems.append(f"{arm.name}: {entry['outside']} tensors are outside; first in backward: {entry['enters_at']}")
+            where = f"first in backward: {entry['enters_at']}" if entry["enters_at"] else "leave out --steps to see where in backward it begins"
+            problems.append(f"{arm.name}: {entry['outside']} tensors are outside; {where}")
         unsettled = sum(row.differing_runs < len(arm.runs) and noise.get(row.name, EQUAL).equal for row in arm.rows)
         if unsettled:
             notes.append(f"{arm.name}: {unsettled} tensors differed in some of its runs, in none of the control's")
@@ -85,7 +95,7 @@ def describe(
     return {"control": control, "arms": entries, "notes": notes, "problems": problems}
 
 
-def _entry(arm: ArmRuns, tensors: Tensors, noise: Mapping[str, Gap], blocks: Sequence[str], rows: int) -> dict[str, Any]:
+def _entry(arm: ArmRuns, tensors: Tensors, noise: Mapping[str, Gap], blocks: Sequence[str], rows: int, *, located: bool) -> dict[str, Any]:
     worst_first = sorted(arm.rows, key=lambda row: (row.outside, row.ratio, _relative(row.norm, tensors, row.name)), reverse=True)
     outside = [row for row in worst_first if row.outside]
     verdict = "bit-equal" if not arm.rows else "outside" if outside else "within noise"
@@ -101,7 +111,7 @@ def _entry(arm: ArmRuns, tensors: Tensors, noise: Mapping[str, Gap], blocks: Seq
         "equal": len(tensors) - len(arm.rows),
         "differing": len(arm.rows),
         "outside": len(outside),
-        "enters_at": _entrance([row.name for row in outside], blocks),
+        "enters_at": _entrance([row.name for row in outside if not row.name.endswith(WEIGHT)], blocks) if located else None,
         "columns": ["tensor", "relative_norm", "relative_noise", "max_abs", "ratio"],
         "rows": [
             [

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..apply import FreesNothingWarning
 from .data import Text, make_loaders
 from .module import make_module
-from .parity_judge import EQUAL, LOSSES, Gap
+from .parity_judge import EQUAL, LOSSES, WEIGHT, Gap
 from .schema import Recipe
 
 __all__ = ["CUBLAS", "CUBLAS_VALUES", "KernelSetting", "Rig", "cublas_is_deterministic", "kernel_setting"]
@@ -166,7 +166,7 @@ class Rig:
         found |= {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
         found |= {f"{name} (buffer)": b for name, b in self.model.named_buffers() if not _same_bits(b, self._buffers[name])}
         if self.steps:
-            found |= {f"{name} (weight)": p.detach() for name, p in self.model.named_parameters()}
+            found |= {f"{name}{WEIGHT}": p.detach() for name, p in self.model.named_parameters()}
         return found
 
     def _put_back(self) -> None:

@@ -24,6 +24,7 @@ from .arm import check_device, failure, make_trainer
 from .arms import is_rival
 from .compare import check_runnable
 from .data import Text, check_vocabulary, make_loaders
+from .ending import TerminatedError, terminated_cleanly
 from .environment import collect
 from .errors import UserError
 from .judge import CONTROL
@@ -96,13 +97,15 @@ def profile(
     try:
         train, _ = make_loaders(text, recipe)
         trainer = make_trainer(recipe, device, None, [session], progress, False)
-        with warnings.catch_warnings():
+        with terminated_cleanly() as ending, warnings.catch_warnings():
             warnings.simplefilter("ignore", FreesNothingWarning)  # the table says it
-            trainer.fit(module, train)
+            ending.fit(trainer, module, train)
         if not session.measured.done:
             raise RuntimeError(f"the training ended after {trainer.global_step} steps, before the profile was complete")
         record |= {"status": "ok", "losses_hex": [float(loss).hex() for loss in module.losses]}
         record |= describe(session.measured, recipe.trainer.accumulate_grad_batches, arms)
+    except TerminatedError as stop:
+        record["error"] = str(stop)
     except Exception as error:  # noqa: BLE001  as in a comparison, a profile that fails is a record too
         record["status"], record["error"] = failure(error)
         traceback.print_exc()
@@ -124,7 +127,8 @@ def refuse(loaded: Loaded, arms: Sequence[str] | None) -> Text:
             raise UserError(
                 f"--arms: a profile measures what replays cost, got {arm!r}, which moves tensors to the host; lightning-gdn compare measures that"
             )
-    return check_runnable(replace(loaded, recipe=_single_run(loaded.recipe)), default_arms(loaded)[0] if arms is None else arms)
+    single = replace(loaded, recipe=_single_run(loaded.recipe))
+    return check_runnable(single, default_arms(loaded)[0] if arms is None else arms, default=arms is None)
 
 
 def _moves(arm: str) -> bool:

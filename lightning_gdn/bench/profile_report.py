@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.table import Table
 
+from .records import not_finite
+
 __all__ = ["arm_table", "caption", "draw_profile", "kernel_table", "region_table", "tensor_tables", "title"]
 
 NOT_KNOWN = "n/a"
@@ -132,6 +134,9 @@ def caption(record: Mapping[str, Any]) -> list[str]:
     estimated = {region for entry in record["arms"] for region in entry["timed_by_forward"]}
     if estimated:
         lines.append(f"not replayed by `full`, counted with their forward time: {', '.join(sorted(estimated))}")
+    diverged = not_finite([record])
+    if diverged:
+        lines.append(f"{diverged}: the training diverged; times and bytes are those of a model that computes nothing of use")
     if record["labels_left_out"]:
         lines.append(f"do not apply to this model: {', '.join(record['labels_left_out'])}")
     return lines + [f"note: {remark}" for remark in record["remarks"]]

@@ -6,13 +6,13 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from .errors import UnlikeRecordsError
 
-__all__ = ["SCHEMA", "check_alike", "flatten", "read_json", "slug", "write_json"]
+__all__ = ["SCHEMA", "check_alike", "flatten", "losses_of", "not_finite", "read_json", "slug", "write_json"]
 
 SCHEMA = 1
 """Version of the record and comparison files."""
@@ -53,6 +53,18 @@ def read_json(path: Path) -> dict[str, Any]:
 def slug(arm: str) -> str:
     """An arm as a file name: `offload:gdn_core_attn@0.5` becomes `offload-gdn_core_attn-0.5`."""
     return re.sub(r"[^A-Za-z0-9_.+-]+", "-", arm)
+
+
+def losses_of(record: Mapping[str, Any]) -> list[list[str]]:
+    """The losses of every rank, as hexadecimal floats; of the one process if there was one."""
+    return [part.get("losses_hex") or [] for part in (record.get("ranks") or [record]) if part is not None]
+
+
+def not_finite(records: Iterable[Mapping[str, Any]]) -> str | None:
+    """`3 of 20 losses are not finite`, over all ranks of all records; None if all are finite."""
+    values = [float.fromhex(loss) for record in records for losses in losses_of(record) for loss in losses]
+    bad = sum(not math.isfinite(value) for value in values)
+    return f"{bad} of {len(values)} losses are not finite" if bad else None
 
 
 def flatten(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

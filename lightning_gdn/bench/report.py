@@ -89,7 +89,7 @@ def cells(entry: Mapping[str, Any]) -> list[str]:
         *_offload(entry.get("offload")),
         "" if entry["line_ratio"] is None else f"{entry['line_ratio']:.2f}",
         entry["dominated_by"] or "",
-        _losses(entry) + status,
+        _losses(entry) + (", not finite" if entry.get("not_finite") else "") + status,
     ]
 
 

@@ -6,11 +6,13 @@ Values that name something are closed lists (`CHOICES`), not import paths: a rec
 from __future__ import annotations
 
 import dataclasses
+import os
 import typing
 from dataclasses import dataclass, field
 from typing import Any
 
 __all__ = [
+    "AT_MOST",
     "CHOICES",
     "POSITIVE",
     "CompareConfig",
@@ -236,12 +238,25 @@ POSITIVE: dict[str, float] = {
     "offload.prefetch_blocks": 1,
     "offload.release_blocks": 0,
     "trainer.val_every": 0,
+    "trainer.seed": 0,
+    "data.seed": 0,
     "trainer.lr": 0.0,
     "trainer.weight_decay": 0.0,
     "trainer.grad_clip": 0.0,
     "monitor.warmup_steps": 0,
 }
 """Smallest value allowed, by dotted key. Two tokens are the least that has a next token to predict."""
+
+
+AT_MOST: dict[str, int] = {
+    **{key: 2**31 - 1 for key, least in POSITIVE.items() if type(least) is int},
+    "trainer.seed": 2**63 - 1,
+    "data.seed": 2**63 - 1,
+    "offload.min_bytes": 2**63 - 1,
+    "trainer.num_threads": max(256, 4 * (os.cpu_count() or 1)),
+}
+"""Largest value allowed, by dotted key: what a 32-bit size or torch's generators take. More threads than that end OpenMP with a crash; a
+recipe from a machine with more cores stays valid."""
 
 
 def _schema() -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:

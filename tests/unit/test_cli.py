@@ -76,6 +76,16 @@ def test_what_needs_the_model_is_checked_before_the_folder_is_made(capsys: pytes
     assert "hold out" in fails(capsys, "run", recipe, "trainer.val_every=1", "trainer.val_batches=10000000")
 
 
+@pytest.mark.parametrize("verb", ["compare", "parity", "profile"])
+def test_an_arm_that_nobody_wrote_is_said_to_be_the_recipes(verb: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    recipe = str(tiny_recipe(tmp_path, TINY.replace("[none, gdn_conv, full]", "[none, full:block:4]")))
+    message = fails(capsys, verb, recipe, "model.num_hidden_layers=2", "model.full_attention_interval=2")
+    assert "'full:block:4'" in message
+    assert "the model has 2" in message
+    assert "comes from compare.arms of tiny.yaml; choose others by --arms A,B,... or compare.arms=[A,B]" in message
+    assert "comes from" not in fails(capsys, verb, recipe, "--arms", "full:block:9")
+
+
 def test_a_gpu_recipe_without_a_gpu(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 

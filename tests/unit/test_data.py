@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import random
 from pathlib import Path
 
 import pytest
 import torch
 
-from lightning_gdn.bench.data import Windows, check_vocabulary, make_loaders, read_text
+from lightning_gdn.bench.data import Text, Windows, check_vocabulary, make_loaders, read_text
 from lightning_gdn.bench.errors import UserError
 from lightning_gdn.bench.recipes import load
 from lightning_gdn.bench.schema import DataConfig
@@ -168,3 +169,26 @@ def test_model_folders_that_are_none(tmp_path: Path) -> None:
         assert "no complete safetensors file" in check(tmp_path)
     weights.write_bytes(len(header).to_bytes(8, "little") + header + b"\0\0\0\0")
     assert "at least 256" in check(tmp_path)
+
+
+def test_the_cap_of_the_text_is_no_size_of_a_buffer(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"x" * 100)
+    text = read_text(DataConfig(path=str(tmp_path / "a.txt"), seq_len=10, max_mib=2**31 - 1))
+    assert len(text.data) == 100
+    (tmp_path / "b.txt").write_bytes(bytes(9 * 2**20))
+    assert len(read_text(DataConfig(path=str(tmp_path), seq_len=10, max_mib=6)).data) == 6 * 2**20, "in pieces, to the byte"
+
+
+def test_the_order_costs_nothing_for_steps_that_are_far_away() -> None:
+    text = Text(data=bytes(range(100)), files=1, source="x", sha256="")
+    windows = Windows(text, seq_len=10, count=2**40, seed=3)
+    assert len(windows) == 2**40
+    assert int(windows[2**40 - 1][0]) % 10 == 0
+    for turn in (0, 5, 1):
+        order = list(range(10))
+        random.Random(3 + turn).shuffle(order)
+        assert [int(windows[10 * turn + at][0]) // 10 for at in range(10)] == order
+    with pytest.raises(IndexError):
+        windows[2**40]
+    with pytest.raises(UserError, match="write fewer"):
+        Windows(text, seq_len=10, count=2**63, seed=0)

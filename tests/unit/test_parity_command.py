@@ -255,10 +255,29 @@ def test_the_command_ends_with_one_and_says_where(precision: str, tmp_path: Path
 def test_an_error_grows_through_optimizer_steps(tmp_path: Path) -> None:
     code, record = run(tmp_path, "--arms", "gdn_conv", "--steps", "2", "--plant", "conv@1")
     assert code == 1
-    assert record["arms"][0]["enters_at"] == "losses", "the second step's loss comes from other weights"
+    assert record["arms"][0]["enters_at"] is None, "the second step's losses and gradients come from other weights"
+    assert record["problems"][0].endswith("leave out --steps to see where in backward it begins")
     with (tmp_path / "out" / "tensors.csv").open(encoding="utf-8") as handle:
         names = {row["tensor"] for row in csv.DictReader(handle)}
     assert {"model.layers.0.mlp.down_proj.weight", "model.layers.0.mlp.down_proj.weight (weight)"} <= names
+
+
+@pytest.mark.parametrize(
+    ("argv", "where"),
+    [
+        (["--micro-batches", "2"], "model.layers.1"),
+        (["--steps", "1", "--micro-batches", "2"], "model.layers.1"),
+        (["--steps", "1", "trainer.grad_clip=1e-3"], None),
+        (["--steps", "2"], None),
+        (["--steps", "2", "--micro-batches", "2"], None),
+    ],
+)
+def test_where_an_error_enters_is_said_only_where_the_gradients_tell(argv: list[str], where: str | None, tmp_path: Path) -> None:
+    code, record = run(tmp_path, "--arms", "gdn_norm_out", "--plant", "norm_out@1", *argv)
+    assert code == 1
+    assert record["arms"][0]["enters_at"] == where
+    assert ("first in backward: model.layers.1" in record["problems"][0]) is (where is not None)
+    assert "model.layers.3" not in record["problems"][0]
 
 
 def test_where_a_plant_goes(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from lightning_gdn.bench.errors import UserError
 from lightning_gdn.bench.recipes import load, shipped, to_yaml, write_yaml
-from lightning_gdn.bench.schema import CHOICES, POSITIVE, SECTIONS, TOP, Recipe
+from lightning_gdn.bench.schema import AT_MOST, CHOICES, POSITIVE, SECTIONS, TOP, Recipe
 from tests.unit.bench_support import tiny_recipe
 
 
@@ -102,6 +102,13 @@ def test_h24_wrong_types(override: str, parts: tuple[str, ...]) -> None:
         ("data.seq_len=1", ("data.seq_len", "at least 2", "1")),
         ("trainer.max_steps=0", ("trainer.max_steps", "at least 1")),
         ("trainer.max_steps=2", ("monitor.warmup_steps", "trainer.max_steps=2")),
+        ("trainer.seed=99999999999999999999", ("trainer.seed", f"at most {2**63 - 1}", "99999999999999999999")),
+        ("data.seed=9223372036854775808", ("data.seed", f"at most {2**63 - 1}")),
+        ("data.seed=-1", ("data.seed", "at least 0")),
+        ("trainer.num_threads=100000", ("trainer.num_threads", f"at most {AT_MOST['trainer.num_threads']}", "cores here", "100000")),
+        ("trainer.max_steps=99999999999999999999", ("trainer.max_steps", f"at most {2**31 - 1}")),
+        ("model.hidden_size=99999999999999999999", ("model.hidden_size", f"at most {2**31 - 1}")),
+        ("data.batch_size=99999999999", ("data.batch_size", f"at most {2**31 - 1}")),
         ("trainer.devices=0", ("trainer.devices", "at least 1", "0")),
         ("model.num_key_value_heads=3", ("model.num_key_value_heads", "divisor")),
         ("model.linear_num_value_heads=6", ("model.linear_num_value_heads", "multiple")),
