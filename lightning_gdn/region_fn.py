@@ -72,7 +72,9 @@ class RegionFn:
 
 
 TRAINED = 1 << 64
-"""Above every sum of version counters and hook hashes."""
+"""Above every sum of version counters and hook numbers."""
+_HOOKS = 1 << 48
+"""What a module's hooks add is below this: thousands of modules stay below `TRAINED`."""
 
 
 def _all_versions(module: nn.Module, trained: int) -> tuple[int, int]:
@@ -82,4 +84,4 @@ def _all_versions(module: nn.Module, trained: int) -> tuple[int, int]:
         total += parameter._version
         trained = 2 * trained + parameter.requires_grad
     hooks = tuple(number for part in module.modules() for found in (part._forward_hooks, part._forward_pre_hooks) for number in found)
-    return total + (hash(hooks) % TRAINED // 2 if hooks else 0), trained
+    return total + (hash(hooks) % _HOOKS if hooks else 0), trained

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,15 @@ def test_sigterm_in_the_last_step_is_no_whole_run(tmp_path: Path, monkeypatch: p
     assert read_json(tmp_path / "out" / "record.json")["error"] == "ended by SIGTERM after step 3"
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """As in a terminal: a shell starts background jobs with SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("verb", ["run", "profile"])
 def test_ctrl_c_is_130_and_a_line(verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     signalled(monkeypatch, signal.SIGINT, 4)
@@ -74,7 +84,8 @@ def test_ctrl_c_is_130_and_a_line(verb: str, tmp_path: Path, monkeypatch: pytest
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_an_arms_own_process(number: signal.Signals, code: int, tmp_path: Path) -> None:
     script = f"""
-import os
+import os, signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs are started with it ignored
 from lightning_gdn.bench import arm, module
 forward = module.BenchModule.forward
 def signalled(self, ids):
