@@ -160,7 +160,8 @@ def _check_offload(ledger: Ledger, config: OffloadConfig, engines: Engines) -> N
         if not any(region in regions or regions == {FIRST} for _, region in moved):
             warnings.warn(
                 f"offload label {name!r} moved nothing in the first step ({OFFLOAD_LABELS[name]}); bytes that stayed, by reason: {stayed}. "
-                f"Storages below min_bytes={config.min_bytes} and those of the last {config.resident_last_blocks} block(s) stay by intent",
+                f"Storages below min_bytes={config.min_bytes} and those of the last {config.resident_last_blocks} block(s) stay by intent; "
+                "what a recompute label replays is not there to be moved",
                 FreesNothingWarning,
                 stacklevel=2,
             )

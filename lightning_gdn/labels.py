@@ -144,7 +144,7 @@ class Selection:
         return [*self.labels, *([str(self.full)] if self.full else [])]
 
     def __str__(self) -> str:
-        moved = [f"offload:{part}" for part in str(self.offload).split("+")] if self.offload else []
+        moved = [f"offload:{part}" for part in str(self.offload).split(",")] if self.offload else []
         return "+".join([*self.recompute, *moved]) or "none"
 
 

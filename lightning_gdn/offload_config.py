@@ -55,6 +55,8 @@ class OffloadConfig:
             raise ValueError(f"offload.labels: expected a list of at least one label, got {labels!r}. Valid labels: {', '.join(OFFLOAD_LABELS)}")
         for name in labels:
             if name not in OFFLOAD_LABELS:
+                if not name:
+                    raise ValueError(f"offload.labels: expected a label, got an empty one. Valid labels: {', '.join(OFFLOAD_LABELS)}")
                 close = difflib.get_close_matches(name.lower().replace("-", "_"), list(OFFLOAD_LABELS), n=1, cutoff=0.5)
                 hint = f" (did you mean {close[0]!r}?)" if close else ""
                 raise ValueError(f"offload.labels: unknown label {name!r}{hint}. Valid labels: {', '.join(OFFLOAD_LABELS)}")
@@ -88,7 +90,7 @@ class OffloadConfig:
 
     def __str__(self) -> str:
         share = self.fraction if isinstance(self.fraction, str) else f"{self.fraction:g}"
-        return "+".join(self.labels) + ("" if self.fraction == 1 else f"@{share}")
+        return ",".join(self.labels) + ("" if self.fraction == 1 else f"@{share}")
 
 
 def parse_offload(text: str, **fields: Any) -> OffloadConfig:
@@ -109,7 +111,7 @@ def parse_offload(text: str, **fields: Any) -> OffloadConfig:
     if len(set(shares)) > 1:
         raise ValueError(
             f"offload {text!r}: expected one share of the bytes for all labels, got {' and '.join(dict.fromkeys(shares))}; "
-            "write it once, for instance gdn_core_attn,mlp@0.5"
+            "write it once, for instance offload:gdn_core_attn+offload:mlp@0.5"
         )
     if shares:
         try:
@@ -117,7 +119,7 @@ def parse_offload(text: str, **fields: Any) -> OffloadConfig:
         except ValueError:
             raise ValueError(
                 f"offload {text!r}: expected one share of the bytes from 0 to 1, or auto, after a label, got {shares[0]!r}. "
-                "It holds for all labels: write for instance gdn_core_attn,mlp@0.5"
+                "It holds for all labels: write for instance offload:gdn_core_attn+offload:mlp@0.5"
             ) from None
     return OffloadConfig(labels=tuple(labels), **fields)
 

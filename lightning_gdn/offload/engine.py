@@ -183,8 +183,9 @@ class Engine:
 
     @property
     def skipped(self) -> dict[str, int]:
-        """Bytes that stayed on the device since the last `step_statistics`, by reason."""
-        return dict(self._recorder.skipped)
+        """Bytes that stayed on the device since the last `step_statistics`, by reason; `pool full` is `max_pinned_gib`."""
+        full = self._recorder.counts.get("fallback_bytes", 0)
+        return {**self._recorder.skipped, **({"pool full": full} if full else {})}
 
     def close(self) -> None:
         """Give idle pinned memory back to the machine. The engine stays usable; buffers of live tickets stay theirs."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from .copies import CopyBackend, Event, Stream
@@ -63,6 +63,21 @@ class StepStatistics:
     """From the first block's backward to the start of the last one's."""
     timed_eligible_bytes: int = 0
     """The eligible bytes of the passes that `forward_ms` is the time of."""
+
+    def without_times(self) -> StepStatistics:
+        """The counts alone."""
+        return replace(
+            self,
+            copy_out_ms=0.0,
+            copy_in_ms=0.0,
+            stall_out_ms=0.0,
+            stall_in_ms=0.0,
+            forward_ms=0.0,
+            backward_ms=0.0,
+            timed_bytes_out=0,
+            timed_bytes_in=0,
+            timed_eligible_bytes=0,
+        )
 
     @property
     def out_gb_s(self) -> float | None:

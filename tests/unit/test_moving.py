@@ -538,3 +538,21 @@ def test_a_device_without_copies_is_an_error() -> None:
     assert engines.on(CPU) is engines.on(CPU)
     assert engines.step_statistics() is not None
     engines.close()
+
+
+def test_a_label_that_a_full_pool_keeps_from_moving_is_told_so() -> None:
+    model = tiny_qwen3_5()
+    config = OffloadConfig(labels=("mlp",), min_bytes=0, max_pinned_gib=1e-9)
+    with apply_plan(model, [], offload=config), pytest.warns(FreesNothingWarning, match=r"'mlp' moved nothing.*pool full \d"):
+        model(**tiny_batch(2, 33)).loss.backward()
+
+
+def test_simulated_times_are_no_measurement() -> None:
+    model = tiny_qwen3_5()
+    with apply_plan(model, [], offload=OffloadConfig(labels=("mlp",), fraction="auto", min_bytes=0)) as applied:
+        for _ in range(3):
+            model(**tiny_batch(2, 33)).loss.backward()
+            stats = applied.step_statistics()
+            assert stats is not None
+            assert stats.bytes_out > 0
+            assert (stats.out_gb_s, stats.in_gb_s, stats.stall_ms, stats.forward_ms, stats.timed_bytes_out) == (None, None, 0.0, 0.0, 0)

@@ -16,7 +16,7 @@ def test_defaults_and_text() -> None:
     assert config.labels == ("gdn_core_attn", "mlp")
     assert (config.fraction, config.min_bytes, config.max_pinned_bytes) == (1.0, 2**20, None)
     assert (config.resident_last_blocks, config.prefetch_blocks, config.release_blocks) == (1, 1, 1)
-    assert str(config) == "gdn_core_attn+mlp"
+    assert str(config) == "gdn_core_attn,mlp"
     assert OffloadConfig(labels=("mlp",), max_pinned_gib=0.5).max_pinned_bytes == 2**29
     assert config == OffloadConfig(labels=("gdn_core_attn", "mlp"))
 
