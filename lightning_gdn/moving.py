@@ -30,7 +30,7 @@ from .offload.simulated import SimulatedBackend
 from .offload.statistics import StepStatistics, merged
 from .offload_config import OffloadConfig
 from .regions import Moves
-from .replay import Region, Slot
+from .replay import Region, Slot, storage_key
 
 __all__ = ["Engines", "Moved", "Mover", "Moving"]
 
@@ -103,9 +103,9 @@ class Mover:
     ) -> None:
         self._moving, self._block, self._module, self._weights = moving, block, module, weights
         self._min_bytes, self._saved = moving.min_bytes, moving.saved
-        self._held = {_key(tensor) for tensor in _tensors(caller)}
+        self._held = {storage_key(tensor) for tensor in _tensors(caller)}
         if moving.inputs and not (block_input.requires_grad and block_input.grad_fn is None):  # a leaf is held by its own graph node
-            self._held.discard(_key(block_input))
+            self._held.discard(storage_key(block_input))
         self._records: list[tuple[weakref.ref[Slot], int, str | None, bool]] = []
         self._outputs: dict[int, str] = {}
         self._pins: list[StorageWeakRef] = []  # of the outputs, whose addresses stand for them until the block ends
@@ -131,7 +131,7 @@ class Mover:
         wanted = region if region in self._saved else None
         for slot in slots:
             if type(slot) is Slot and slot.tensor is not None:
-                key = _key(slot.tensor)
+                key = storage_key(slot.tensor)
                 if key is not None:
                     self._records.append((weakref.ref(slot), key, wanted, False))
 
@@ -139,14 +139,14 @@ class Mover:
         """A region ended with this result."""
         if region in self._moving.outputs:
             for out in result if isinstance(result, tuple) else (result,):
-                key = _key(out) if type(out) is Tensor else None
+                key = storage_key(out) if type(out) is Tensor else None
                 if key is not None:
                     self._outputs.setdefault(key, region)
                     self._pins.append(StorageWeakRef(out.untyped_storage()))
 
     def returns(self, output: object) -> None:
         """The block's forward returns this."""
-        self._held.update(_key(tensor) for tensor in _tensors((output,)))
+        self._held.update(storage_key(tensor) for tensor in _tensors((output,)))
 
     def finish(self, regions: Sequence[Region]) -> list[Moved]:
         """The block's forward ended: move what moves. `regions` are those that may be replayed, with what they hold for it."""
@@ -160,7 +160,7 @@ class Mover:
             name = call.fn.name
             for arg in call.args or ():
                 if type(arg) is Slot and arg.region is None and arg.tensor is not None:
-                    held = _key(arg.tensor)
+                    held = storage_key(arg.tensor)
                     if held is not None:
                         _add(groups, held, arg, name if name in named else None, False)
         moved: list[Moved] = []
@@ -173,7 +173,7 @@ class Mover:
             assert tensor is not None
             storage = tensor.untyped_storage()
             if parameters is None and storage.nbytes() >= self._min_bytes:
-                parameters = {_key(weight) for found in (self._module.parameters(), self._module.buffers()) for weight in found}
+                parameters = {storage_key(weight) for found in (self._module.parameters(), self._module.buffers()) for weight in found}
             reason = self._reason_to_stay(key, group, parameters or set())
             if reason is not None:
                 self._block.skip(reason, storage.nbytes())
@@ -205,14 +205,6 @@ def _add(groups: dict[int, _Group], key: int, slot: Slot, region: str | None, ca
     group.cast |= cast
     if group.region is None:
         group.region = region
-
-
-def _key(tensor: Tensor) -> int | None:
-    """Identity of the storage while it lives; None for a tensor without one."""
-    try:
-        return tensor.untyped_storage()._cdata
-    except (NotImplementedError, RuntimeError):
-        return None
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:

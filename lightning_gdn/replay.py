@@ -17,10 +17,18 @@ from torch import Tensor, nn
 
 from .region_fn import TRAINED, RegionFn
 
-__all__ = ["Region", "RngState", "Slot", "in_replay", "is_parameter", "modified", "thread_state"]
+__all__ = ["Region", "RngState", "Slot", "in_replay", "is_parameter", "modified", "storage_key", "thread_state"]
 
 _EDITED = "one of the variables needed for gradient computation has been modified by an inplace operation"
 _MODIFIED = _EDITED + ": {what} is at version {now}; expected version {then} instead (lightning_gdn tape). {hint}"
+
+
+def storage_key(tensor: Tensor) -> int | None:
+    """Identity of the tensor's storage while it is alive; None for a tensor without one (sparse and the like)."""
+    try:
+        return tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):
+        return None
 
 
 class _ThreadState(threading.local):

@@ -26,7 +26,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from .moving import Moved, Mover
 from .region_fn import RegionFn
 from .regions import Mode
-from .replay import Meta, Region, ReplayCounter, RngState, Slot, in_replay, is_parameter, modified, pop_hooks, push_hooks, thread_state
+from .replay import Meta, Region, ReplayCounter, RngState, Slot, in_replay, is_parameter, modified, pop_hooks, push_hooks, storage_key, thread_state
 
 __all__ = ["MIN_INTERNAL_BYTES", "Carry", "RegionFn", "Tape", "active_tape", "in_replay"]
 
@@ -63,14 +63,6 @@ class Probe(ReplayCounter, Protocol):
 
     def abandon(self) -> None:
         """The block's forward raised."""
-
-
-def _storage_key(tensor: Tensor) -> int | None:
-    """Identity of the tensor's storage while it is alive; None for a tensor without one (sparse and the like)."""
-    try:
-        return tensor.untyped_storage()._cdata
-    except (NotImplementedError, RuntimeError):
-        return None
 
 
 class _Output:
@@ -199,7 +191,7 @@ class Tape:
 
     def carry(self, output: Tensor) -> Carry | None:
         """For the block's output, if a recomputed region made it: lets the next block of a chunk recompute it."""
-        key = _storage_key(output)
+        key = storage_key(output)
         entry = self._registry.get(key) if key is not None else None
         if key is None or entry is None or entry.version != output._version:
             return None
@@ -209,7 +201,7 @@ class Tape:
     def _keep(self, fn: RegionFn, owner: nn.Module, args: tuple[Any, ...]) -> Any:
         registry = self._registry
         for arg in args:
-            if isinstance(arg, Tensor) and _storage_key(arg) in registry:
+            if isinstance(arg, Tensor) and storage_key(arg) in registry:
                 push_hooks(self._pack_kept, _unpack)
                 try:
                     return fn.call(owner, *args)
@@ -250,7 +242,7 @@ class Tape:
         assert taken is not None
         for arg in args:
             if isinstance(arg, Tensor) and not is_parameter(arg):
-                key = _storage_key(arg)
+                key = storage_key(arg)
                 keys.add(key)
                 slot = Slot(arg)
                 taken.append(slot if key in registry and self._link(slot, arg, key, saved=False) else slot.stay())
@@ -276,9 +268,9 @@ class Tape:
         if is_parameter(tensor):
             return _with_version(tensor)
         packed: object = None
-        if self._registry and _storage_key(tensor) in self._registry:
+        if self._registry and storage_key(tensor) in self._registry:
             slot = Slot(tensor)
-            if self._link(slot, tensor, _storage_key(tensor), saved=True):
+            if self._link(slot, tensor, storage_key(tensor), saved=True):
                 packed = slot
         if packed is None:
             packed = (tensor.detach(), tensor._version) if self._mover is None else self._mover.saved(self._name, tensor)
@@ -293,7 +285,7 @@ class Tape:
         if is_parameter(tensor):
             slots.append(None)
             return _with_version(tensor)
-        key = _storage_key(tensor)
+        key = storage_key(tensor)
         packed: Slot | tuple[Tensor, int]
         if key in self._inputs and key not in self._registry and self._mover is None:
             packed = (tensor.detach(), tensor._version)  # an input stays what it is
@@ -310,7 +302,7 @@ class Tape:
         inputs, registry, gone = self._inputs, self._registry, mode is Mode.RECOMPUTE
         for index, out in enumerate(outs):
             if isinstance(out, Tensor):
-                key = _storage_key(out)
+                key = storage_key(out)
                 if key is not None and key not in inputs and key not in registered:
                     registered[key] = _Output(region, index, out)
                     if gone:
@@ -322,7 +314,7 @@ class Tape:
                 continue
             tensor = slot.tensor
             assert tensor is not None
-            key = _storage_key(tensor)
+            key = storage_key(tensor)
             if key in registry and self._link(slot, tensor, key, saved=True):
                 continue
             if key is None or key in inputs:
