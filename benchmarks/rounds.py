@@ -102,6 +102,35 @@ def print_table(judged: Mapping[str, Any]) -> None:
         )
 
 
+def against_own_spread(runs: Sequence[Sequence[float]], other: Sequence[float]) -> dict[str, Any]:
+    """Losses of one more run beside those of `runs`, which differ only by kernels that sum in varying order.
+
+    The band of `runs`, from the least to the largest loss of each step, is what one more run of the same kind also leaves: `left_out` says in how
+    many steps and by how much each of them is outside the band of the rest, `other_left_out` the same of `other` against these bands. The
+    distances are the largest and the mean difference over steps, of any two of `runs`, and of `other` to any of them.
+    """
+
+    def outside(run: Sequence[float], band: Sequence[Sequence[float]]) -> dict[str, float]:
+        by = [max(0.0, min(there) - here, here - max(there)) for here, there in zip(run, zip(*band, strict=True), strict=True)]
+        return {"steps": sum(x > 0 for x in by), "at_most": round(max(by), 6)}
+
+    def distance(one: Sequence[float], two: Sequence[float]) -> tuple[float, float]:
+        apart = [abs(a - b) for a, b in zip(one, two, strict=True)]
+        return max(apart), sum(apart) / len(apart)
+
+    def worst(pairs: Sequence[tuple[float, float]]) -> dict[str, float]:
+        return {"largest": round(max(most for most, _ in pairs), 6), "mean": round(max(mean for _, mean in pairs), 6)}
+
+    rest = [[run for j, run in enumerate(runs) if j != i] for i in range(len(runs))]
+    return {
+        "outside": outside(other, runs),
+        "left_out": [outside(run, band) for run, band in zip(runs, rest, strict=True)],
+        "other_left_out": [outside(other, band) for band in rest],
+        "own_distance": worst([distance(one, two) for i, one in enumerate(runs) for two in runs[:i]]),
+        "distance": worst([distance(other, run) for run in runs]),
+    }
+
+
 def header(script: str) -> dict[str, Any]:
     """Date, command, device and the versions that decide the kernels."""
     return {

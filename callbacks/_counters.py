@@ -21,7 +21,9 @@ class MemoryReading:
     """Allocator state of one device at one moment, in bytes."""
 
     allocated: int
-    """Bytes in live tensors now."""
+    """Bytes in live tensors now, as the allocator rounded them: a request of some MiB can hold up to one MiB more than it asked for."""
+    requested: int
+    """Bytes in live tensors now, as they were asked for."""
     reserved: int
     """Bytes the caching allocator holds from the driver now."""
     peak_allocated: int
@@ -122,6 +124,7 @@ class CudaCounters(DeviceCounters):
         allocated, reserved = stats["allocated_bytes"]["all"], stats["reserved_bytes"]["all"]
         return MemoryReading(
             allocated=allocated["current"],
+            requested=stats["requested_bytes"]["all"]["current"],
             reserved=reserved["current"],
             peak_allocated=allocated["peak"],
             peak_reserved=reserved["peak"],

@@ -233,7 +233,12 @@ def _of(times: Mapping[Key, float], region: str) -> dict[str, float]:
 
 
 def _arm(arm: str, found: Measured, micro_batches: int, step_ms: float, retained: int) -> dict[str, Any]:
-    """What the arm frees (ledger against ledger, and the allocator's word) and costs (replays counted in a step of its own, times as above)."""
+    """What the arm frees (ledger against ledger, and the allocator's word) and costs (replays counted in a step of its own, times as above).
+
+    Percentages are of the control's step: in the rounds, where there are some, since those are what the measured overhead is paired with.
+    """
+    if arm in found.rounds:
+        step_ms = statistics.median(statistics.median(base["step_ms"]) for base in found.rounds[CONTROL])
     rows, replay, forward = found.ledgers[arm], found.times["replay"], found.times["forward"]
     cost, replays, by_forward = 0.0, dict[str, int](), list[str]()
     for row in rows:
@@ -263,7 +268,7 @@ def _arm(arm: str, found: Measured, micro_batches: int, step_ms: float, retained
         "measured": _overhead(found, arm),
         **peak,
         "peak_delta_bytes": _less(peak["peak_bytes"], _peak(base)["peak_bytes"]),
-        "allocator_freed_bytes": _less(base["allocated_after_forward"], own["allocated_after_forward"] if own else None),
+        "allocator_freed_bytes": _less(base["requested_after_forward"], own["requested_after_forward"] if own else None),
     }
     return entry
 

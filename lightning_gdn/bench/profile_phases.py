@@ -142,7 +142,7 @@ class Phases:
         if reading is not None:
             self._peak(reading.peak_allocated)
             if moment is Moment.BACKWARD and self._boundaries[-1][0] is Moment.LOSS and self._first_micro_batch():
-                self._retained = reading.allocated
+                self._retained = reading.requested
             self._counters.reset_peaks()
         self._inside = moment is not Moment.END
         self._steps += moment is Moment.END
@@ -160,8 +160,8 @@ class Phases:
         return sum(moment is Moment.FORWARD for moment, _ in self._boundaries[since + 1 :]) == 1
 
     @property
-    def allocated_after_forward(self) -> int | None:
-        """Bytes that the allocator holds between forward and backward of a step's first micro-batch, weights and the logits included."""
+    def requested_after_forward(self) -> int | None:
+        """Bytes asked of the allocator that live between forward and backward of a step's first micro-batch, weights and logits included."""
         return self._retained
 
     @contextmanager

@@ -55,7 +55,7 @@ class Measured:
     """What the session saw; see `profile.describe` for what becomes of it."""
 
     control: dict[str, Any] = field(default_factory=dict)
-    """`step_ms`, `phases`, `peaks`, `allocated_after_forward` of undisturbed steps."""
+    """`step_ms`, `phases`, `peaks`, `requested_after_forward` of undisturbed steps."""
     kept: list[LedgerRow] = field(default_factory=list)
     """What the untouched blocks retain."""
     kernels: dict[str, str] = field(default_factory=dict)
@@ -209,7 +209,7 @@ class ProfileSession(L.Callback):
         with phases.watching(self._last):
             for _ in range(count):
                 yield phases
-        return {**phases.read(), "peaks": phases.peaks, "allocated_after_forward": phases.allocated_after_forward}
+        return {**phases.read(), "peaks": phases.peaks, "requested_after_forward": phases.requested_after_forward}
 
     def _timed(self, times: RegionTimes) -> Generator[Observer, None, dict[str, dict[Key, float]]]:
         yield times

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -263,6 +264,7 @@ def test_an_out_of_memory_ends_as_a_record(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(triton is None, reason="Triton is not installed")
+@pytest.mark.skipif("GPU_TESTS_ONE_CONFIG" in os.environ, reason="GPU_TESTS_ONE_CONFIG: with one configuration an autotuner tunes nothing")
 def test_a_real_autotuner_is_seen() -> None:
     @triton.autotune(configs=[triton.Config({"BLOCK": 128}), triton.Config({"BLOCK": 256})], key=["n"])
     @triton.jit

@@ -43,6 +43,7 @@ class FakeDevice(DeviceCounters):
     def read(self) -> MemoryReading:
         return MemoryReading(
             allocated=self.allocated,
+            requested=self.allocated,
             reserved=2 * self.allocated,
             peak_allocated=self.peak,
             peak_reserved=2 * self.peak,

@@ -154,7 +154,7 @@ def measured() -> Measured:
             "step_ms": [100.0, 98.0, 110.0],
             "phases": {"forward": 40.0, "optimizer": 7.0},
             "peaks": {phase: peak * MIB for phase, peak in peaks.items()},
-            "allocated_after_forward": allocated * MIB,
+            "requested_after_forward": allocated * MIB,
         }
 
     key = ("b", "conv")
@@ -218,10 +218,12 @@ def test_the_check_of_predictions_judges_both_gaps(repo_root: Path) -> None:
     spec.loader.exec_module(check)
     found = measured()
     slow = {**found.phases["gdn_conv"], "step_ms": [111.0] * 3}
-    far = {**found.phases["gdn_norm_out"], "step_ms": [105.0] * 3, "allocated_after_forward": 929 * MIB}
-    found.rounds = {"none": [found.control], "gdn_conv": [slow], "gdn_norm_out": [far]}
+    far = {**found.phases["gdn_norm_out"], "step_ms": [105.0] * 3, "requested_after_forward": 929 * MIB}
+    found.rounds = {"none": [dict(found.control)], "gdn_conv": [slow], "gdn_norm_out": [far]}
+    found.control = {**found.control, "step_ms": [200.0] * 3}  # another state of the machine than in the rounds
     record = describe(found, 2, ["gdn_conv", "gdn_norm_out"])
     conv, norm = (check.verdict(entry) for entry in record["arms"])
+    assert (conv["predicted_pct"], norm["predicted_pct"]) == (10.0, 6.0), "of the control's step in the rounds"
     assert (conv["gap_points"], conv["cost_met"], conv["apart_pct"], conv["bytes_met"]) == (1.0, True, 0.0, True)
     assert (norm["gap_points"], norm["cost_met"], norm["apart_pct"], norm["bytes_met"]) == (-1.0, True, 5.0, False)
     small = check.compact({**record, "environment": {}, "recipe": {}, "options": {}}, "command")
