@@ -121,10 +121,10 @@ def test_medians_are_per_micro_batch_and_forgotten_steps_are_gone() -> None:
     assert times.read(1) == {"forward": {}, "backward": {}, "replay": {}}
 
 
-@final
 ROUNDING = 3
 
 
+@final
 class Scripted(DeviceCounters):
     """Counters whose peak grows as the test says."""
 
