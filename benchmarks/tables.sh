@@ -14,7 +14,7 @@ export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 python=${PYTHON:-python3}
 limit=${SECONDS_PER_TABLE:-120}
 UNION=gdn_conv+gdn_norm_out+layernorm
-FUSED=fused:none,fused:gdn_norm_out,fused:$UNION,fused:full,fused:checkpoint:sweep,fused:hf_gradient_checkpointing
+FUSED=fused:none,fused:gdn_norm_out,fused:gdn_norm_out+layernorm+mlp_act,fused:$UNION,fused:$UNION+mlp_act,fused:full,fused:checkpoint:sweep,fused:hf_gradient_checkpointing
 STOCK=stock:none,stock:gdn_norm_out,stock:$UNION
 failed=0
 
@@ -31,7 +31,7 @@ for name in ${*:-stack whole_16384 stack_2048 segments profile whole_4096 4b hos
         segments) table "$name" benchmarks/gdn_stack.py --layers 1 --arms segments --warm 1 --steps 6 --seconds "$limit" ;;
         stack) table "$name" benchmarks/gdn_stack.py --warm 1 --steps 4 --seconds "$limit" ;;
         stack_2048) table "$name" benchmarks/gdn_stack.py --seq 2048 --batch 1 --warm 1 --steps 6 --seconds "$limit" ;;
-        whole_16384) table "$name" benchmarks/whole_model.py --seq 16384 --warm 1 --arms "$STOCK,$FUSED" --seconds "$limit" ;;
+        whole_16384) table "$name" benchmarks/whole_model.py --seq 16384 --warm 1 --steps 2 --arms "$STOCK,$FUSED" --seconds "$limit" ;;
         whole_4096) table "$name" benchmarks/whole_model.py --seq 4096 --micro-batches 4 --warm 1 --steps 2 --arms "$STOCK,$FUSED" --seconds "$limit" ;;
         4b) table "$name" benchmarks/whole_model.py --recipe qwen3_5_4b --seq 8192 --warm 1 --steps 2 --arms "$FUSED" --seconds "$limit" ;;
         profile) table "$name" benchmarks/profile_check.py gdn_stack_20 --steps 2 ;;

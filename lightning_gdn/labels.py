@@ -79,6 +79,7 @@ LABELS: dict[str, Label] = {
         ),
         _label("layernorm", "both norms of every block replayed", both="input_norm post_norm"),
         _label("mlp", "dense MLP replayed, its output stays", both="gate_up act", inside="down"),
+        _label("mlp_act", "activation and product of the dense MLP replayed; no GEMM is", both="act"),
         _label(
             "core_attn", "attention core replayed; frees little with fused attention, since q, k, v become inputs", little=True, inside="core_attn"
         ),

@@ -28,6 +28,7 @@ LABELS = (
     "gdn",
     "layernorm",
     "mlp",
+    "mlp_act",
     "core_attn",
 )
 """Every label that works on a dense Qwen3.5 model."""
@@ -39,6 +40,7 @@ PLANS = (
     "full:uniform:3",
     "full:block:2",
     "gdn_conv+gdn_norm_out+layernorm",
+    "gdn_norm_out+layernorm+mlp_act",
     "gdn+mlp+layernorm+core_attn",
     "gdn_in_proj_conv+full:block:1+mlp",
 )

@@ -41,6 +41,7 @@ REPLAYED: dict[str, tuple[str, ...]] = {
     "gdn": (*IN_PROJ, "conv", "delta_rule", "norm"),
     "layernorm": ("input_layernorm", "post_attention_layernorm"),
     "mlp": ("gate_proj", "up_proj", "act_fn"),
+    "mlp_act": ("act_fn",),
     "gdn_conv+gdn_norm_out+layernorm": ("conv", "norm", "input_layernorm", "post_attention_layernorm"),
 }
 """Label -> what runs twice. The convolution's output is saved by nobody under the torch rule, so `conv` runs for its own inside only."""

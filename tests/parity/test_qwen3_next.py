@@ -15,7 +15,7 @@ from tests.parity.steps import PLANS, unequal_plans
 
 pytestmark = pytest.mark.filterwarnings("ignore::lightning_gdn.apply.FreesNothingWarning")
 
-NO_DENSE_MLP = tuple(plan for plan in PLANS if "mlp" not in plan.split("+"))
+NO_DENSE_MLP = tuple(plan for plan in PLANS if not {"mlp", "mlp_act"} & set(plan.split("+")))
 
 
 @functools.cache
