@@ -11,7 +11,9 @@ from __future__ import annotations
 import atexit
 import hashlib
 import inspect
+import signal
 import subprocess
+import sys
 import time
 from abc import ABCMeta
 from collections.abc import Generator, Sequence
@@ -39,7 +41,8 @@ __all__ = ["GDNRecomputeStrategy", "register_strategies"]
 DEFAULT_LABELS = ("gdn_norm_out", "layernorm")
 """What the registered name `gdn` stands for."""
 GRACE_S = 10.0
-"""Seconds that the processes which rank 0 started may go on after rank 0 failed: enough to write their own records, if they can."""
+"""Seconds that the processes which rank 0 started may go on after rank 0 failed: enough to write their own records, if they can. Also the
+seconds that the exit of another failed rank may take."""
 
 
 class _PlanMixin:
@@ -162,17 +165,22 @@ class GDNRecomputeDDP(_PlanMixin, DDPStrategy):
         return float(told)
 
     def on_exception(self, exception: BaseException) -> None:
-        """Rank 0 failed: see that the processes it started do not wait for it for ever.
+        """This rank failed: see that neither the others nor this one wait for ever.
 
-        Gloo tells them, since its connections close when this process ends. On NCCL they would hang in a kernel until its timeout, and
-        be left behind: there they are ended `GRACE_S` after this process is done. (Rank 0 and the others are ended by Lightning when one
-        of the others fails, and by torchrun whoever fails.)
+        Gloo tells the others, since its connections close when this process ends. On NCCL they would hang in a kernel until its timeout:
+        those that this process started are ended `GRACE_S` after it is done. A rank that started none is ended itself if its exit takes
+        `GRACE_S`: Lightning destroys the process group there, which in NCCL waits for the other ranks of the node, and they hang. Once it
+        is gone the others are ended by who started it: by Lightning in rank 0, or by torchrun.
         """
         super().on_exception(exception)
+        if self._process_group_backend == "gloo":
+            return
         # Spawned and forked processes, the other kind that Lightning starts, have a parent that only waits for them.
         processes = [process for process in getattr(self.launcher, "procs", []) if isinstance(process, subprocess.Popen)]
-        if processes and self._process_group_backend != "gloo":
+        if processes:
             atexit.register(_end, processes, GRACE_S)
+        elif torch.distributed.is_initialized():
+            atexit.register(_limit_exit, GRACE_S)
 
 
 class _SameNameOnSeveralDevices(ABCMeta):
@@ -329,6 +337,16 @@ def _end(processes: Sequence[subprocess.Popen], grace_s: float) -> None:
     for process in processes:
         if process.poll() is None:
             process.kill()
+
+
+def _limit_exit(limit_s: float) -> None:
+    """The process ends within `limit_s`, whatever its remaining exit handlers wait for. The kernel sees to it: Python may hang in C."""
+    if not hasattr(signal, "SIGALRM"):  # Windows, where there is no NCCL either
+        return
+    sys.stdout.flush()  # what was printed would be lost
+    sys.stderr.flush()
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_REAL, limit_s)
 
 
 def _check_base_options(options: dict[str, Any]) -> None:

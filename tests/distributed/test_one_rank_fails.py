@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -12,17 +13,14 @@ from typing import Any
 import pytest
 
 from lightning_gdn.strategies import _end
-from tests.distributed.launch import Done, launch, session_members, torchrun
+from tests.distributed.launch import Done, launch, left_behind, torchrun
 
 
 def run(tmp_path: Path, rank: int, kind: str, start: Any) -> tuple[Done, dict[str, Any]]:
     done = start("-m", "tests.distributed.failing", str(rank), kind, tmp_path, cwd=tmp_path)
     assert done.code != 0
     assert done.seconds < 60
-    deadline = time.monotonic() + 15
-    while session_members(done.pid) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert session_members(done.pid) == []
+    assert left_behind(done.pid) == []
     return done, json.loads((tmp_path / f"memory_rank{rank}.json").read_text())
 
 
@@ -56,3 +54,15 @@ def test_processes_that_hang_without_rank_0_are_ended_and_those_that_end_are_not
     assert time.monotonic() - began < 10
     _end(processes, 0.5)
     assert [process.wait(timeout=10) for process in processes] == [0, -9]
+
+
+def test_an_exit_that_hangs_is_ended_and_says_what_was_printed() -> None:
+    """What NCCL needs: destroying the process group, the next exit handler, waits for ranks that wait for this one (NVIDIA/nccl#1777)."""
+    code = (
+        "import atexit, time; from lightning_gdn.strategies import _limit_exit; atexit.register(time.sleep, 60); "
+        "atexit.register(_limit_exit, 0.5); print('said'); raise ValueError('a bad sample')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50, check=False)
+    assert done.returncode == -signal.SIGALRM
+    assert done.stdout == "said\n"
+    assert "ValueError: a bad sample" in done.stderr
