@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gdn import GDNRecomputeStrategy
 from lightning_gdn.callbacks import MemoryMonitor
+from lightning_gdn.labels import parse_arm
 from lightning_gdn.offload_config import OffloadConfig
 from lightning_gdn.strategies import GDNRecomputeDDP
 from lightning_gdn.takeover import Takeover
-from tests.distributed.fits import DdpModule, TowerModule, fit, same_gradients, weights_hash
+from tests.distributed.fits import SIZES, TOKENS, DdpModule, TowerModule, fit, same_gradients, weights_hash
 from tests.lightning_models import QUIET, TinyModule, loader
 from tests.models import tiny_batch
 
@@ -37,24 +39,33 @@ def control(key: str, **options: Any) -> DdpModule:
     return _CONTROL[key]
 
 
+def strategy_of(arm: str) -> GDNRecomputeStrategy:
+    """Everything that the arm names moves, also the small storages of a tiny model."""
+    chosen = parse_arm(arm)
+    return GDNRecomputeStrategy(chosen.recompute, offload=replace(chosen.offload, min_bytes=0) if chosen.offload else ())
+
+
 def parity(folder: Path, *, arm: str, precision: str, accumulate: int) -> dict[str, Any]:
     options: dict[str, Any] = {"precision": precision, "accumulate_grad_batches": accumulate}
     plain = control(f"{precision}/{accumulate}", **options)
-    ours, trainer = fit(GDNRecomputeStrategy(arm), **options)
+    ours, trainer = fit(strategy_of(arm), **options)
     same_gradients(plain, ours)
     strategy: Any = trainer.strategy
     last = strategy.last_applied
     ids = [int(ids.sum()) for ids in ours.ids]
-    return {"ids": ids, "discarded": last.ledger.discarded_bytes, "plan": last.plan.source, "weights": weights_hash(ours)}
+    ledger = last.ledger
+    figures = {"discarded": ledger.discarded_bytes, "moved": ledger.moved_bytes, "unfreed": ledger.unfreed_bytes}
+    return {"ids": ids, **figures, "plan": last.plan.source, "weights": weights_hash(ours), "kernels": dict(last.kernels)}
 
 
-def offload(folder: Path) -> dict[str, Any]:
+def offload(folder: Path, *, precision: str = "bf16-mixed") -> dict[str, Any]:
     """Bit-equal to DDP without a plan; both ranks settle on the same share, the smallest that one of them would take."""
     told: dict[str, Any] = {}
-    plain = control("bf16-mixed/2", precision="bf16-mixed", accumulate_grad_batches=2)
+    options: dict[str, Any] = {"precision": precision, "accumulate_grad_batches": 2}
+    plain = control(f"{precision}/2", **options)
     for fraction in (1.0, "auto"):
         config = OffloadConfig(labels=("gdn_core_attn", "mlp"), fraction=fraction, min_bytes=0)
-        ours, trainer = fit(GDNRecomputeStrategy("gdn_norm_out", offload=config), precision="bf16-mixed", accumulate_grad_batches=2)
+        ours, trainer = fit(GDNRecomputeStrategy("gdn_norm_out", offload=config), **options)
         same_gradients(plain, ours)
         strategy: Any = trainer.strategy
         last = strategy.last_applied
@@ -63,15 +74,15 @@ def offload(folder: Path) -> dict[str, Any]:
 
     class Asks(GDNRecomputeDDP):
         def _smallest_over_ranks(self, value: float) -> float:
-            # What this rank measured on its simulated device, made different by rank.
+            # What this rank measured, made different by rank.
             asked.append(value if value < 0 else 0.25 + 0.5 * dist.get_rank())
             return super()._smallest_over_ranks(asked[-1])
 
     class Asking(GDNRecomputeStrategy):
         ddp_class = Asks
 
-    _, trainer = fit(Asking([], offload=config), TinyModule(), max_steps=8, data=loader(16))
-    told["asked"], told["settled"] = asked[0], trainer.strategy.last_applied.last_step.fraction  # type: ignore[attr-defined]
+    _, trainer = fit(Asking([], offload=config), TinyModule(**SIZES), max_steps=8, data=loader(16, tokens=TOKENS))
+    told["asked"], told["settled"] = max(asked), trainer.strategy.last_applied.last_step.fraction  # type: ignore[attr-defined]
     other = GDNRecomputeStrategy([], offload=OffloadConfig(labels=("mlp",), min_bytes=dist.get_rank()))
     try:
         fit(other)
@@ -99,12 +110,17 @@ def static_graph_with_accumulation(folder: Path) -> list[str]:
     except RuntimeError as error:
         told.append("INTERNAL ASSERT" in str(error))
     without = fit(DDPStrategy(), accumulate_grad_batches=3)[0]
-    control = fit(GDNRecomputeStrategy([], static_graph=True), accumulate_grad_batches=3)[0]
-    for a, b in zip(without.parameters(), control.parameters(), strict=True):
+    for a, b in zip(without.parameters(), static_graph_accumulating(3).parameters(), strict=True):
         torch.testing.assert_close(a, b)
-    for arm in ("gdn_in_proj_conv", "full"):
-        same_gradients(control, fit(GDNRecomputeStrategy(arm, static_graph=True), accumulate_grad_batches=3)[0])
     return told
+
+
+def static_graph_accumulating(batches: int) -> DdpModule:
+    """Bit-equal to our strategy without a plan, which is returned."""
+    plain = fit(GDNRecomputeStrategy([], static_graph=True), accumulate_grad_batches=batches)[0]
+    for arm in ("gdn_in_proj_conv", "full"):
+        same_gradients(plain, fit(GDNRecomputeStrategy(arm, static_graph=True), accumulate_grad_batches=batches)[0])
+    return plain
 
 
 def unused_without_the_flag(folder: Path) -> str:
@@ -242,7 +258,7 @@ class RankLoader:
 
 def monitored(folder: Path, monitor: MemoryMonitor, *, logger: Any = False, data: Any = None, **options: Any) -> MemoryMonitor:
     fit(
-        GDNRecomputeStrategy(PLAN), TinyModule(), callbacks=[monitor], logger=logger, max_steps=6, log_every_n_steps=2,
+        GDNRecomputeStrategy(PLAN), TinyModule(**SIZES), callbacks=[monitor], logger=logger, max_steps=6, log_every_n_steps=2,
         data=data or RankLoader({0: 24, 1: 48}), **options,
     )  # fmt: skip
     return monitor
@@ -250,7 +266,8 @@ def monitored(folder: Path, monitor: MemoryMonitor, *, logger: Any = False, data
 
 def uneven_ranks(folder: Path) -> dict[str, Any]:
     logger = Rows()
-    monitor = monitored(folder, MemoryMonitor(warmup_steps=2, dir=folder / "uneven", progress_bar=False), logger=logger)
+    data = RankLoader({0: TOKENS, 1: 2 * TOKENS})
+    monitor = monitored(folder, MemoryMonitor(warmup_steps=2, dir=folder / "uneven", progress_bar=False), logger=logger, data=data)
     return {"summary": monitor.summary, "rows": logger.rows}
 
 

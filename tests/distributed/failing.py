@@ -1,8 +1,12 @@
-"""A fit that one rank leaves with an exception: `python -m tests.distributed.failing RANK KIND FOLDER`."""
+"""A fit that one rank leaves with an exception: `python -m tests.distributed.failing RANK KIND FOLDER`.
+
+`FOLDER/raised.txt` says when, by `time.monotonic()`.
+"""
 
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +15,7 @@ from torch import Tensor
 
 from lightning_gdn import GDNRecomputeStrategy
 from lightning_gdn.callbacks import MemoryMonitor
-from tests.distributed.fits import fit
+from tests.distributed.fits import SIZES, TOKENS, fit
 from tests.lightning_models import TinyModule, loader
 
 torch.set_num_threads(1)
@@ -22,12 +26,13 @@ ERRORS: dict[str, Any] = {
 
 
 class Fails(TinyModule):
-    def __init__(self, rank: int, kind: str) -> None:
-        super().__init__()
-        self.rank, self.kind = rank, kind
+    def __init__(self, rank: int, kind: str, folder: Path) -> None:
+        super().__init__(**SIZES)
+        self.rank, self.kind, self.folder = rank, kind, folder
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         if batch_idx == 3 and self.global_rank == self.rank:
+            (self.folder / "raised.txt").write_text(str(time.monotonic()))
             raise ERRORS[self.kind]
         return super().training_step(batch, batch_idx)
 
@@ -35,4 +40,4 @@ class Fails(TinyModule):
 if __name__ == "__main__":
     rank, kind, folder = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
     monitor = MemoryMonitor(warmup_steps=1, dir=folder, progress_bar=False)
-    fit(GDNRecomputeStrategy("gdn_conv"), Fails(rank, kind), callbacks=[monitor], max_steps=8, data=loader(32))
+    fit(GDNRecomputeStrategy("gdn_conv"), Fails(rank, kind, folder), callbacks=[monitor], max_steps=8, data=loader(32, tokens=TOKENS))

@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 
+from tests.distributed.launch import ACCELERATOR_VARIABLE
 from tests.lightning_models import QUIET, TinyModule, loader
 
-__all__ = ["DdpModule", "TowerModule", "fit", "same_gradients", "weights_hash"]
+__all__ = ["ON_GPU", "OPTIONS", "SIZES", "TOKENS", "DdpModule", "TowerModule", "fit", "same_gradients", "weights_hash"]
+
+ON_GPU = os.environ.get(ACCELERATOR_VARIABLE) == "gpu"
+OPTIONS: dict[str, Any] = {"accelerator": "gpu", "precision": "bf16-true"} if ON_GPU else {}
+"""Trainer options of every run, unless a case has its own."""
+SIZES: dict[str, Any] = (
+    {"hidden_size": 256, "linear_key_head_dim": 128, "linear_value_head_dim": 128, "attn_implementation": "eager"} if ON_GPU else {}
+)
+"""Of the tiny model: on a GPU head dims that kernels are made for, and attention whose backward sums in a fixed order."""
+TOKENS = 200 if ON_GPU else 24
+"""Length of a sequence: on a GPU several chunks of the delta rule, the last not full."""
 
 Gradients = dict[str, Tensor | None]
 
@@ -20,7 +32,7 @@ class DdpModule(TinyModule):
     """Remembers every gradient as the optimizer gets it: after the average over ranks."""
 
     def __init__(self, **config: Any) -> None:
-        super().__init__(**config)
+        super().__init__(**{**SIZES, **config})
         self.gradients: list[Gradients] = []
         self.ids: list[Tensor] = []
 
@@ -46,8 +58,8 @@ class TowerModule(DdpModule):
 def fit(strategy: Any, module: LightningModule | None = None, **options: Any) -> tuple[Any, Trainer]:
     """Train two optimizer steps on two processes; Lightning gives each rank its own share of the data."""
     module = DdpModule() if module is None else module
-    data = options.pop("data", None) or loader(8)
-    trainer = Trainer(strategy=strategy, **{**QUIET, "devices": 2, "max_steps": 2, **options})
+    data = options.pop("data", None) or loader(8, tokens=TOKENS)
+    trainer = Trainer(strategy=strategy, **{**QUIET, "devices": 2, "max_steps": 2, **OPTIONS, **options})
     torch.manual_seed(7)
     trainer.fit(module, data)
     return module, trainer
@@ -72,5 +84,5 @@ def weights_hash(module: nn.Module) -> str:
     """One number for all weights."""
     digest = hashlib.sha256()
     for name, tensor in module.state_dict().items():
-        digest.update(name.encode() + tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        digest.update(name.encode() + tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
