@@ -62,7 +62,15 @@ class Qwen:
     """
 
     def __init__(
-        self, *, device: str, seq: int, batch: int = 1, micro_batches: int = 1, batches: int = 8, overrides: Sequence[str] = (), restarts: bool = False
+        self,
+        *,
+        device: str,
+        seq: int,
+        batch: int = 1,
+        micro_batches: int = 1,
+        batches: int = 8,
+        overrides: Sequence[str] = (),
+        restarts: bool = False,
     ) -> None:
         self.micro_batches = micro_batches
         wanted = [f"data.seq_len={seq}", f"data.batch_size={batch}", f"trainer.max_steps={batches}", "trainer.accumulate_grad_batches=1"]

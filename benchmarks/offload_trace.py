@@ -34,7 +34,9 @@ def probe(trainee: Any, setting: KernelSetting | None) -> None:
 
 def grad_norm(model: nn.Module) -> Tensor:
     """Of all gradients together, in float32."""
-    return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(p.grad, dtype=torch.float32) for p in model.parameters() if p.grad is not None]))
+    return torch.linalg.vector_norm(
+        torch.stack([torch.linalg.vector_norm(p.grad, dtype=torch.float32) for p in model.parameters() if p.grad is not None])
+    )
 
 
 class Trace:
