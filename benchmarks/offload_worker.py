@@ -45,7 +45,7 @@ def chosen_configs() -> dict[str, str]:
 
 
 def warm_up(trainee: Any, applied: Any, spec: Mapping[str, Any]) -> tuple[list[dict[str, Any]], bool | None]:
-    """`warm` steps, with `auto` until it has settled and left its share alone three times. The steps; whether it did (None without `auto`)."""
+    """`warm` steps, with `auto` until it has settled and left its share alone for four. The steps; whether it did (None without `auto`)."""
     auto = spec["arm"].endswith("@auto")
     least, cap = (spec["warm"] + AUTO_WARM, AUTO_CAP) if auto else (spec["warm"],) * 2
     rows: list[dict[str, Any]] = []

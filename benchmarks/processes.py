@@ -47,8 +47,8 @@ class Child:
 
     Args:
         name: of its files in `folder`.
-        spec: what `offload_worker.run` takes; `out` and `rows` are added. With `wait` it says READY and touches the GPU only after `go`, and says WARM
-            before what is measured and waits for `go` again.
+        spec: what `offload_worker.run` takes; `out` and `rows` are added. With `wait` it says READY and touches the GPU only after `go`; a
+            timed run says WARM before what is measured and waits for `go` again.
         command: what is run in place of the worker, for tests.
     """
 
