@@ -44,9 +44,6 @@ def bench() -> Iterator[Callable[[str], Any]]:
             sys.modules.pop(name, None)
 
 
-# --- fingerprints ---------------------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.bool], ids=str)
 @pytest.mark.parametrize("shape", [(), (1,), (3, 5), (64, 33)], ids=str)
 def test_a_fingerprint_sees_every_bit_and_the_order(bench: Callable[[str], Any], dtype: torch.dtype, shape: tuple[int, ...]) -> None:
@@ -100,9 +97,6 @@ def test_the_optimizer_state_is_all_of_it(bench: Callable[[str], Any]) -> None:
     optimizer.step()
     found = list(bench("fingerprints").state_of(model, optimizer))
     assert [tuple(tensor.shape) for tensor in found] == [(2, 3), (2, 3), (), (2,), (2,), ()]
-
-
-# --- verdicts -------------------------------------------------------------------------------------------------------------------------------
 
 
 def trace(steps: int, *, moved: int = 0, first: int = 0, hashed: tuple[int, ...] = (1, 3, 6)) -> Rows:
@@ -344,9 +338,6 @@ def test_the_record_of_a_whole_matrix_is_small(bench: Callable[[str], Any]) -> N
         entries[run.name] = module.compact(run, result(autotune_before="0" * 64, autotune_after="0" * 64), rows)
     assert len(entries["none"]["step_digests"].split()) == 203
     assert len(json.dumps(entries, indent=1)) < 40_000
-
-
-# --- processes ------------------------------------------------------------------------------------------------------------------------------
 
 
 def small(job: str, arm: str, folder: Path, **more: Any) -> dict[str, Any]:
