@@ -6,7 +6,8 @@
 
 Per arm and round: `--warm` steps, then `--steps` measured ones; deltas are paired with `none` of the same round. `act` is what is allocated
 after the forward beyond what was before it, `peak` the allocated peak of a step, weights included (on a CPU the process's). `moved` is
-copied out per step, `stall` the time for which compute waited for copies, `hidden` the share of the copy time that it did not wait for.
+copied out per step, `stall` the time for which compute waited for copies, `hidden` the share of the copy time that it did not wait for,
+`lead` the fewest blocks between enqueueing a reload and its use (in one further step, which no time is taken of).
 `bare` are plain pinned copies of 256 MiB, both ways at once, in the same process: the rate that offload's is a share of. Losses are compared
 with the control's bit for bit.
 """
@@ -15,21 +16,11 @@ from __future__ import annotations
 
 import argparse
 import math
-import resource
-import statistics
-import time
-from contextlib import AbstractContextManager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from rounds import CONTROL, MIB, alternate, arms_of, header, judge, print_table, spread, under, write
-from torch import Tensor, nn
-
-from lightning_gdn import apply_plan
-from lightning_gdn.bench.arms import parse
-from lightning_gdn.labels import Selection
+from offload_models import Qwen, Stack, bare_rates, in_force, lead_blocks, medians, timed_step
+from rounds import CONTROL, MIB, alternate, arms_of, header, judge, print_table, spread, write
 
 ARMS = (
     "none",
@@ -42,88 +33,8 @@ ARMS = (
     "full",
     "full+offload:block_input",
     "save_on_cpu",
+    "checkpoint:sweep",
 )
-
-
-class Stack:
-    """Forward, mean square of the output, backward; no optimizer."""
-
-    def __init__(self, args: argparse.Namespace) -> None:
-        from lightning_gdn.models import GDNStack
-
-        torch.manual_seed(0)
-        small = {} if args.device == "cuda" else {"hidden_size": 256, "num_k_heads": 4, "num_v_heads": 4, "head_k_dim": 32, "head_v_dim": 32}
-        self.model: nn.Module = GDNStack(num_layers=args.layers, **small).to(args.device, torch.bfloat16)
-        for name, parameter in self.model.named_parameters():
-            if name.endswith(("A_log", "dt_bias")):
-                parameter.data = parameter.data.float()
-        self.x = torch.randn(args.batch, args.seq, small.get("hidden_size", 2048), device=args.device, dtype=torch.bfloat16)
-
-    def forward(self, index: int) -> Tensor:
-        """The loss."""
-        return self.model(self.x.clone().requires_grad_(True)).float().square().mean()
-
-    def update(self) -> None:
-        """After the backward."""
-        self.model.zero_grad(set_to_none=True)
-
-
-class Qwen:
-    """Qwen3.5-0.8B, random weights, AdamW, FLA's fused linear cross entropy: one optimizer step per sequence."""
-
-    def __init__(self, args: argparse.Namespace) -> None:
-        from fla.modules import FusedLinearCrossEntropyLoss
-
-        from lightning_gdn.bench.data import make_loaders, read_text
-        from lightning_gdn.bench.module import build_model
-        from lightning_gdn.bench.recipes import load
-
-        recipe = load("qwen3_5_0_8b", [f"data.seq_len={args.seq}", f"data.batch_size={args.batch}"]).recipe
-        with torch.device("cuda"):
-            self.model: Any = build_model(recipe).train()
-        self.loss = FusedLinearCrossEntropyLoss()
-        self.start = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
-        train, _ = make_loaders(read_text(recipe.data), recipe)
-        self.batches = [batch.cuda() for _, batch in zip(range(8), train, strict=False)]
-
-    def forward(self, index: int) -> Tensor:
-        """The loss."""
-        ids = self.batches[index % len(self.batches)]
-        hidden = self.model.model(input_ids=ids).last_hidden_state
-        return self.loss(hidden[:, :-1].reshape(-1, hidden.shape[-1]), ids[:, 1:].reshape(-1), self.model.lm_head.weight)
-
-    def update(self) -> None:
-        """After the backward."""
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-
-    def reset(self) -> None:
-        """The same weights and a fresh optimizer for every arm and round."""
-        self.model.load_state_dict(self.start)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
-
-
-def synchronize(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
-
-
-def allocated(device: str) -> tuple[int, int]:
-    """Bytes now and at the peak since the last reset; on a CPU nothing and the process's peak."""
-    if device == "cuda":
-        return torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
-    return 0, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def in_force(model: nn.Module, text: str, args: argparse.Namespace) -> AbstractContextManager[Any]:
-    """The arm; one that moves with the options of the command line."""
-    chosen = parse(text)
-    if not isinstance(chosen, Selection) or chosen.offload is None:
-        return under(model, text, args.kernels)
-    options = {"min_bytes": args.min_bytes, "max_pinned_gib": args.max_pinned_gib, "release_blocks": args.release_blocks}
-    chosen = replace(chosen, offload=replace(chosen.offload, **options, prefetch_blocks=args.prefetch_blocks))
-    return apply_plan(model, chosen, kernels=args.kernels)
 
 
 def measure(trainee: Any, text: str, args: argparse.Namespace) -> dict[str, Any]:
@@ -132,65 +43,19 @@ def measure(trainee: Any, text: str, args: argparse.Namespace) -> dict[str, Any]
         trainee.reset()
     moves = "offload:" in text
     warm = args.warm + (6 if text.endswith("@auto") else 0)  # what `auto` needs to settle
-    rows: list[dict[str, Any]] = []
-    losses: list[str] = []
-    with in_force(trainee.model, text, args) as applied:
-        for index in range(warm + args.steps):
-            synchronize(args.device)
-            if args.device == "cuda":
-                torch.cuda.reset_peak_memory_stats()
-            before, start = allocated(args.device)[0], time.perf_counter()
-            loss = trainee.forward(index)
-            act = allocated(args.device)[0] - before
-            loss.backward()
-            trainee.update()
-            synchronize(args.device)
-            row: dict[str, Any] = {"ms": (time.perf_counter() - start) * 1e3, "peak_mib": allocated(args.device)[1] / MIB}
-            if args.device == "cuda":
-                row["act_mib"] = act / MIB
-            losses.append(float(loss.detach()).hex())
-            del loss
-            told = applied.step_statistics() if moves else None
-            if told is not None:
-                row |= {"moved_mib": told.bytes_out / MIB, "stall_ms": told.stall_ms, "pinned_mib": told.pinned_held / MIB}
-                row |= {name: getattr(told, name) for name in ("out_gb_s", "in_gb_s", "hidden_share", "late", "fallbacks", "fraction")}
-            rows.append(row)
+    options = {"min_bytes": args.min_bytes, "max_pinned_gib": args.max_pinned_gib, "release_blocks": args.release_blocks}
+    options["prefetch_blocks"] = args.prefetch_blocks
+    with in_force(trainee.model, text, args.kernels, options) as applied:
+        rows = [timed_step(trainee, index, applied if moves else None, args.device) for index in range(warm + args.steps)]
         ledger = applied.ledger.as_dict() if moves else None
-    measured = rows[warm:]
-    found = {key: median([row[key] for row in measured]) for key in measured[0]}
-    return {**found, "losses": losses, "ledger": ledger}
-
-
-def median(values: list[Any]) -> float | None:
-    known = [value for value in values if value is not None]
-    return statistics.median(known) if known else None
-
-
-def bare_rates(device: str) -> dict[str, float]:
-    """10⁹ bytes per second of plain copies between pinned and device memory, both ways at once."""
-    if device != "cuda":
-        return {}
-    size, count = 256 * MIB, 8
-    marks: dict[str, tuple[torch.cuda.Event, torch.cuda.Event]] = {}
-    buffers = [(torch.empty(size, dtype=torch.uint8, pin_memory=True), torch.empty(size, dtype=torch.uint8, device="cuda")) for _ in range(2)]
-    torch.cuda.synchronize()
-    for way, (host, gpu) in zip(("out", "in"), buffers, strict=True):
-        stream = torch.cuda.Stream()
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        with torch.cuda.stream(stream):
-            start.record(stream)
-            for _ in range(count):
-                (host if way == "out" else gpu).copy_(gpu if way == "out" else host, non_blocking=True)
-            end.record(stream)
-        marks[way] = start, end
-    torch.cuda.synchronize()
-    return {f"{way}_gb_s": count * size / start.elapsed_time(end) / 1e6 for way, (start, end) in marks.items()}
+        lead = lead_blocks(trainee, applied, len(rows)) if moves else None
+    return {**medians(rows[warm:]), "losses": [loss for row in rows for loss in row["losses"]], "ledger": ledger, "lead_blocks": lead}
 
 
 def moved_figures(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Median and range over rounds of what the engine told; empty for an arm that moves nothing."""
     found: dict[str, Any] = {}
-    for name in ("moved_mib", "stall_ms", "hidden_share", "out_gb_s", "in_gb_s", "pinned_mib", "late", "fallbacks", "fraction"):
+    for name in ("moved_mib", "stall_ms", "hidden_share", "out_gb_s", "in_gb_s", "pinned_mib", "late", "lead_blocks", "fallbacks", "fraction"):
         known = [row[name] for row in rows if row.get(name) is not None]
         if known:
             found[name] = spread(known)
@@ -200,7 +65,7 @@ def moved_figures(rows: list[dict[str, Any]]) -> dict[str, Any]:
 def print_moved(arms: dict[str, Any]) -> None:
     """One line per arm that moves something."""
     names = {"moved_mib": "moved MiB", "out_gb_s": "GB/s out", "in_gb_s": "GB/s in", "stall_ms": "stall ms", "hidden_share": "hidden"}
-    names |= {"pinned_mib": "pinned MiB", "fallbacks": "stayed", "fraction": "share"}
+    names |= {"pinned_mib": "pinned MiB", "fallbacks": "stayed", "fraction": "share", "lead_blocks": "lead"}
     print(f"{'arm':56s}" + "".join(f"{title:>12s}" for title in names.values()) + "  losses")
     for arm, entry in arms.items():
         cells = [f"{entry['offload'][name]['median']:12.2f}" if name in entry["offload"] else f"{'':12s}" for name in names]
@@ -228,8 +93,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     args.batch = args.batch or (2 if args.model == "stack" else 1)
-    trainee: Any = Stack(args) if args.model == "stack" else Qwen(args)
-    blocks = args.layers if args.model == "stack" else 24
+    trainee: Any
+    if args.model == "stack":
+        trainee = Stack(device=args.device, layers=args.layers, seq=args.seq, batch=args.batch)
+    else:
+        trainee = Qwen(device=args.device, seq=args.seq, batch=args.batch, restarts=True)
+    blocks = args.layers if args.model == "stack" else trainee.recipe.model.num_hidden_layers
     arms = list(dict.fromkeys([CONTROL, *arms_of(args.arms, blocks)]))
     measure(trainee, CONTROL, args)  # compiles and tunes
     bare = [bare_rates(args.device)]
