@@ -56,7 +56,7 @@ class Run:
 
 def plan(steps: int, short: int, weights: Path) -> list[Run]:
     """All processes after the tuning one, the longest first."""
-    runs = [Run(name, arm, steps, {}) for name, arm in ((CONTROL, CONTROL), (FULL, FULL), (AGAIN, CONTROL))]
+    runs = [Run(CONTROL, CONTROL, steps, {}), Run(FULL, FULL, steps, {}), Run(AGAIN, CONTROL, short, {})]
     runs += [Run(SAVED, FULL, RESTART_AT, {"save": str(weights)}), Run(RESUMED, FULL, RESTART_STEPS, {"load": str(weights)}, after=SAVED)]
     return runs + [Run(arm, arm, short, {}) for arm in SHORT]
 
