@@ -157,7 +157,6 @@ def test_every_rank_reports_the_figures_of_all_and_uneven_ranks_show(started: di
     ranks = zero["summary"]["ranks"]
     assert ranks == one["summary"]["ranks"]
     assert [entry["rank"] for entry in ranks] == [0, 1]
-    assert ranks[0]["device"] != ranks[1]["device"]
     assert all(entry[name] is not None for entry in ranks for name in ALWAYS)
     assert 1.2 * ranks[0]["retained_mib"] < ranks[1]["retained_mib"]
     assert zero["summary"]["max_over_ranks"] == one["summary"]["max_over_ranks"] == largest(ranks)
