@@ -233,22 +233,19 @@ def _of(times: Mapping[Key, float], region: str) -> dict[str, float]:
 
 
 def _arm(arm: str, found: Measured, micro_batches: int, step_ms: float, retained: int) -> dict[str, Any]:
-    """What the arm frees (ledger against ledger, and the allocator's word) and costs (replays counted in a step of its own, times as above).
+    """What the arm frees (ledger against ledger, and the allocator's word) and costs (its replays, timed in steps of its own).
 
     Percentages are of the control's step: in the rounds, where there are some, since those are what the measured overhead is paired with.
     """
     if arm in found.rounds:
         step_ms = statistics.median(statistics.median(base["step_ms"]) for base in found.rounds[CONTROL])
-    rows, replay, forward = found.ledgers[arm], found.times["replay"], found.times["forward"]
-    cost, replays, by_forward = 0.0, dict[str, int](), list[str]()
+    rows, replays, replay_ms = found.ledgers[arm], dict[str, int](), dict[str, float]()
     for row in rows:
-        if not row.replays:
-            continue
-        key = (row.block, row.region)
-        replays[row.region] = replays.get(row.region, 0) + row.replays
-        if key not in replay and row.region not in by_forward:
-            by_forward.append(row.region)
-        cost += row.replays * replay.get(key, forward.get(key, 0.0)) * micro_batches
+        if row.replays:
+            replays[row.region] = replays.get(row.region, 0) + row.replays
+    for (_, region), ms in found.replays[arm].items():
+        replay_ms[region] = replay_ms.get(region, 0.0) + ms
+    cost = sum(replay_ms.values()) * micro_batches
     books = _books(found, found.recomputed[arm], sum(replays.values())) * micro_batches
     kept = _retained(rows)
     # within rounds the control ran in the same state of the machine
@@ -260,11 +257,11 @@ def _arm(arm: str, found: Measured, micro_batches: int, step_ms: float, retained
         "freed_bytes": retained - kept,
         "freed_pct": 100 * (retained - kept) / retained if retained else None,
         "replays": replays,
+        "replay_ms": replay_ms,
         "cost_ms": cost,
         "cost_pct": 100 * cost / step_ms,
         "bookkeeping_ms": books,
         "bookkeeping_pct": 100 * books / step_ms,
-        "timed_by_forward": by_forward,
         "measured": _overhead(found, arm),
         **peak,
         "peak_delta_bytes": _less(peak["peak_bytes"], _peak(base)["peak_bytes"]),

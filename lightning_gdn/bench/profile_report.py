@@ -122,7 +122,7 @@ def caption(record: Mapping[str, Any]) -> list[str]:
             if control["peak_bytes"] is not None
             else "peak n/a: this device does not count what is allocated"
         ),
-        "costs: replay times of exactly the regions that the arm replayed in a step of its own, for all micro-batches of a step",
+        "costs: the arm's replays, timed in steps of its own, for all micro-batches of a step",
     ]
     if abs(control["by_region_delta_ms"]) >= BOOKS_PCT / 100 * step["median"]:
         lines.append(f"run region by region, nothing recomputed, a step takes {control['by_region_delta_ms']:+.1f} ms: in every arm, in no replay")
@@ -131,9 +131,6 @@ def caption(record: Mapping[str, Any]) -> list[str]:
         told = ", ".join(f"{entry['arm']} {entry['bookkeeping_ms']:.1f} ms ({entry['bookkeeping_pct']:+.1f} %)" for entry in books)
         lines.append(f"beside replays, recording regions and finding their tensors cost about: {told}")
     lines += [line for entry in record["arms"] if (line := _no_effect(entry, control))]
-    estimated = {region for entry in record["arms"] for region in entry["timed_by_forward"]}
-    if estimated:
-        lines.append(f"not replayed by `full`, counted with their forward time: {', '.join(sorted(estimated))}")
     diverged = not_finite([record])
     if diverged:
         lines.append(f"{diverged}: the training diverged; times and bytes are those of a model that computes nothing of use")

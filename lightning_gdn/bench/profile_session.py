@@ -73,6 +73,8 @@ class Measured:
     """Region -> of that, what is still allocated when the replay ends."""
     ledgers: dict[str, list[LedgerRow]] = field(default_factory=dict)
     """By arm."""
+    replays: dict[str, dict[Key, float]] = field(default_factory=dict)
+    """By arm: ms per micro-batch of its own replays, in its own steps."""
     recomputed: dict[str, frozenset[Key]] = field(default_factory=dict)
     """By arm: the regions that its plan does not keep."""
     phases: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -103,7 +105,7 @@ class ProfileSession(L.Callback):
         """Optimizer steps that the session takes at most."""
         options, count = self._options, len(self._arms)
         rounds = options.rounds * (count + 1) * (SETTLE + options.steps)
-        return max(WARM_UP_CAP, self._recipe.monitor.warmup_steps) + 3 * options.steps + 10 + 2 * count + rounds
+        return max(WARM_UP_CAP, self._recipe.monitor.warmup_steps) + (3 + count) * options.steps + 10 + 3 * count + rounds
 
     # what Lightning calls
 
@@ -185,10 +187,14 @@ class ProfileSession(L.Callback):
                 with apply_plan(model, arm, kernels=kernels) as applied:
                     yield quiet
                     found.ledgers[arm] = applied.ledger.rows()
+                    # Not from the steps of `full`: how fast a projection runs depends on what the GPU does beside it.
+                    applied.ledger.watch(times.probe)
+                    found.replays[arm] = (yield from self._timed(times))["replay"]
+                    applied.ledger.watch(None)
                     if counts:
                         found.phases[arm] = yield from self._undisturbed(1)
             else:
-                found.ledgers[arm] = found.ledgers[same]
+                found.ledgers[arm], found.replays[arm] = found.ledgers[same], found.replays[same]
                 if counts:
                     found.phases[arm] = found.phases[same]
         yield from self._rounds(model)
