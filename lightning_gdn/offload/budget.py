@@ -58,7 +58,7 @@ class AutoFraction:
     """
 
     def __init__(
-        self, reduce_min: Callable[[float], float] = _alone, *, skip: int = 2, measure: int = 3, margin: float = 0.9, tolerance: float = 0.01
+        self, reduce_min: Callable[[float], float] = _alone, *, skip: int = 2, measure: int = 3, margin: float = 0.8, tolerance: float = 0.005
     ) -> None:
         self.fraction = 1.0
         self.settled = False

@@ -25,7 +25,6 @@ from tests.gpu_kernels import ONE_CONFIG
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.never_run_on_a_gpu,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason=f"NCCL needs two CUDA devices, torch sees {torch.cuda.device_count()}: make test-gpu"),
 ]
 

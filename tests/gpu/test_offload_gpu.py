@@ -21,7 +21,7 @@ from lightning_gdn.models import GDNStack
 from lightning_gdn.offload.engine import Engine
 from lightning_gdn.offload.statistics import StepStatistics
 
-pytestmark = [pytest.mark.gpu, pytest.mark.never_run_on_a_gpu]
+pytestmark = pytest.mark.gpu
 
 BLOCKS = 8
 SEQ = 2048
