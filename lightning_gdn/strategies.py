@@ -11,10 +11,7 @@ from __future__ import annotations
 import atexit
 import hashlib
 import inspect
-import signal
 import subprocess
-import sys
-import time
 from abc import ABCMeta
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
@@ -34,15 +31,13 @@ from .kernels import KERNELS
 from .labels import Selection, UnavailableLabelError, advice, select
 from .offload_config import OffloadConfig
 from .plan import Plan
+from .rank_exit import GRACE_S, bounded_exit, end
 from .takeover import ON_FOREIGN_HOOKS
 
 __all__ = ["GDNRecomputeStrategy", "register_strategies"]
 
 DEFAULT_LABELS = ("gdn_norm_out", "layernorm")
 """What the registered name `gdn` stands for."""
-GRACE_S = 10.0
-"""Seconds that the processes which rank 0 started may go on after rank 0 failed: enough to write their own records, if they can. Also the
-seconds that the exit of another failed rank may take."""
 
 
 class _PlanMixin:
@@ -117,9 +112,15 @@ class GDNRecomputeDDP(_PlanMixin, DDPStrategy):
     strategy_name = "gdn"
     _graph_is_known = False
 
+    def setup_distributed(self) -> None:
+        """As DDP; see `on_exception`."""
+        with bounded_exit.surrounding():
+            super().setup_distributed()
+
     def setup(self, trainer: Trainer) -> None:
         """See `_PlanMixin.setup`."""
         self._graph_is_known = False  # the model is wrapped anew
+        bounded_exit.failed = False  # an exception that somebody caught
         super().setup(trainer)
 
     @contextmanager
@@ -168,9 +169,9 @@ class GDNRecomputeDDP(_PlanMixin, DDPStrategy):
         """This rank failed: see that neither the others nor this one wait for ever.
 
         Gloo tells the others, since its connections close when this process ends. On NCCL they would hang in a kernel until its timeout:
-        those that this process started are ended `GRACE_S` after it is done. A rank that started none is ended itself if its exit takes
-        `GRACE_S`: Lightning destroys the process group there, which in NCCL waits for the other ranks of the node, and they hang. Once it
-        is gone the others are ended by who started it: by Lightning in rank 0, or by torchrun.
+        those that this process started are ended `GRACE_S` after it is done. A rank that started none is ended itself if destroying the
+        process group, which Lightning does at exit, takes `GRACE_S`: in NCCL it waits for the other ranks of the node, and they hang. Once
+        it is gone the others are ended by who started it: by Lightning in rank 0, or by torchrun.
         """
         super().on_exception(exception)
         if self._process_group_backend == "gloo":
@@ -178,9 +179,9 @@ class GDNRecomputeDDP(_PlanMixin, DDPStrategy):
         # Spawned and forked processes, the other kind that Lightning starts, have a parent that only waits for them.
         processes = [process for process in getattr(self.launcher, "procs", []) if isinstance(process, subprocess.Popen)]
         if processes:
-            atexit.register(_end, processes, GRACE_S)
-        elif torch.distributed.is_initialized():
-            atexit.register(_limit_exit, GRACE_S)
+            atexit.register(end, processes, GRACE_S)
+        else:
+            bounded_exit.failed = True
 
 
 class _SameNameOnSeveralDevices(ABCMeta):
@@ -327,26 +328,6 @@ def _difference(zero: tuple[str, str], other: tuple[str, str], rank: int) -> str
     if (one.name, one.kind) != (two.name, two.kind):
         return f"block {one.name!r} ({one.kind}) on rank 0, {two.name!r} ({two.kind}) on rank {rank}"
     return f"block {one.name!r}: {one.modes} on rank 0, {two.modes} on rank {rank}"
-
-
-def _end(processes: Sequence[subprocess.Popen], grace_s: float) -> None:
-    """Wait for processes to end by themselves, and end those that do not. SIGTERM would not reach one that hangs in a collective."""
-    deadline = time.monotonic() + grace_s
-    while time.monotonic() < deadline and any(process.poll() is None for process in processes):
-        time.sleep(0.1)
-    for process in processes:
-        if process.poll() is None:
-            process.kill()
-
-
-def _limit_exit(limit_s: float) -> None:
-    """The process ends within `limit_s`, whatever its remaining exit handlers wait for. The kernel sees to it: Python may hang in C."""
-    if not hasattr(signal, "SIGALRM"):  # Windows, where there is no NCCL either
-        return
-    sys.stdout.flush()  # what was printed would be lost
-    sys.stderr.flush()
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.setitimer(signal.ITIMER_REAL, limit_s)
 
 
 def _check_base_options(options: dict[str, Any]) -> None:

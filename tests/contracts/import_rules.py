@@ -20,7 +20,7 @@ LEVELS: tuple[frozenset[str], ...] = (
     frozenset({"offload"}),
     frozenset({"moving", "tape", "ledger"}),
     frozenset({"kernels", "models", "adapters"}),
-    frozenset({"takeover", "inspection", "apply", "board"}),
+    frozenset({"takeover", "inspection", "apply", "board", "rank_exit"}),
     frozenset({"strategies", "_registration", "callbacks"}),
     frozenset({"bench", "recipes"}),
     frozenset({"cli", "measuring", "verb_support", "__main__"}),

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from lightning_gdn.strategies import _end
+from lightning_gdn.rank_exit import end
 from tests.distributed.launch import Done, launch, left_behind, torchrun
 
 
@@ -50,19 +50,35 @@ def test_processes_that_hang_without_rank_0_are_ended_and_those_that_end_are_not
     hangs = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
     processes = [subprocess.Popen([sys.executable, "-S", "-c", code]) for code in ("pass", hangs)]
     began = time.monotonic()
-    _end(processes[:1], 20.0)
+    end(processes[:1], 20.0)
     assert time.monotonic() - began < 10
-    _end(processes, 0.5)
+    end(processes, 0.5)
     assert [process.wait(timeout=10) for process in processes] == [0, -9]
 
 
 def test_an_exit_that_hangs_is_ended_and_says_what_was_printed() -> None:
     """What NCCL needs: destroying the process group, the next exit handler, waits for ranks that wait for this one (NVIDIA/nccl#1777)."""
-    code = (
-        "import atexit, time; from lightning_gdn.strategies import _limit_exit; atexit.register(time.sleep, 60); "
-        "atexit.register(_limit_exit, 0.5); print('said'); raise ValueError('a bad sample')"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50, check=False)
+    done = leave("with bound.surrounding(): atexit.register(time.sleep, 60)")
     assert done.returncode == -signal.SIGALRM
     assert done.stdout == "said\n"
     assert "ValueError: a bad sample" in done.stderr
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_other_exit_handlers_take_their_time(first: bool) -> None:
+    """A logger that uploads, whether it began before the process group was made or after."""
+    slow, group = "atexit.register(lambda: (time.sleep(2), print('uploaded')))", "with bound.surrounding(): atexit.register(print, 'destroyed')"
+    done = leave("\n".join((slow, group) if first else (group, slow)))
+    assert done.returncode == 1
+    assert set(done.stdout.split()) == {"said", "destroyed", "uploaded"}
+
+
+def test_an_exit_without_a_failure_is_not_bounded() -> None:
+    done = leave("with bound.surrounding(): atexit.register(time.sleep, 1.5)\nbound.failed = False")
+    assert done.returncode == 1
+
+
+def leave(handlers: str) -> subprocess.CompletedProcess[str]:
+    code = "import atexit, time\nfrom lightning_gdn.rank_exit import BoundedExit\nbound = BoundedExit(0.5)\nbound.failed = True\n"
+    code += f"{handlers}\nprint('said')\nraise ValueError('a bad sample')"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50, check=False)
