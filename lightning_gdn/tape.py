@@ -315,9 +315,9 @@ class Tape:
             tensor = slot.tensor
             assert tensor is not None
             key = storage_key(tensor)
-            if key in registry and self._link(slot, tensor, key, saved=True):
+            if slot.version == tensor._version and key in registry and self._link(slot, tensor, key, saved=True):
                 continue
-            if key is None or key in inputs:
+            if key is None or key in inputs or slot.version != tensor._version:  # edited since it was saved: its use raises
                 slot.stay()
             elif (entry := registered.get(key)) is None:
                 if tensor.untyped_storage().nbytes() >= MIN_INTERNAL_BYTES:

@@ -241,6 +241,44 @@ def test_in_place_edits_raise_pytorchs_error(regions: tuple[str, ...]) -> None:
     out.sum().backward()  # and without an edit there is none
 
 
+def edits_an_internal(owner: Any, x: Tensor) -> Tensor:
+    y = x.sigmoid()
+    z = y * 3
+    y.mul_(2)
+    return z
+
+
+def edits_its_output(owner: Any, x: Tensor) -> Tensor:
+    return x.exp().mul_(2).add_(1)
+
+
+def edits_a_view_of_its_output(owner: Any, x: Tensor) -> Tensor:
+    y = x.exp()
+    y[0].zero_()
+    return y
+
+
+def edits_before_it_saves(owner: Any, x: Tensor) -> Tensor:
+    return (x * 2).mul_(3).sigmoid()
+
+
+@pytest.mark.parametrize("mode", [None, Mode.KEEP, Mode.RECOMPUTE, Mode.RECOMPUTE_INSIDE])
+@pytest.mark.parametrize("call", [edits_an_internal, edits_its_output, edits_a_view_of_its_output, edits_before_it_saves])
+def test_a_region_that_edits_what_it_saved_is_refused_as_without_a_tape(call: Callable[..., Tensor], mode: Mode | None) -> None:
+    """A replay makes the same edit, after the same save: what it saved is not what the forward computed with."""
+    hidden = torch.randn(N, N, requires_grad=True)
+    with Tape({} if mode is None else {"conv": mode}, CPU) as tape:
+        out = call(None, hidden * 1) if mode is None else tape.run(region(call), Owner(), hidden * 1)
+    if call is edits_before_it_saves:
+        out.sum().backward()
+        want = torch.autograd.grad(call(None, hidden * 1).sum(), hidden)[0]
+        assert hidden.grad is not None
+        assert torch.equal(hidden.grad, want)
+        return
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
 def test_a_kept_tensor_edited_in_place_raises() -> None:
     _, _, middle, out = open_step(in_proj=Mode.RECOMPUTE)
     with torch.no_grad():
