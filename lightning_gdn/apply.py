@@ -17,7 +17,7 @@ from torch import nn
 
 from .inspection import ModelReport, inspect_model
 from .kernels import KERNELS, runtime_problem
-from .labels import FIRST, LABELS, OFFLOAD_LABELS, OFFLOAD_MOVES, Selection, select
+from .labels import FIRST, LABELS, OFFLOAD_LABELS, OFFLOAD_MOVES, Selection, read_offload, select
 from .ledger import Ledger
 from .moving import Engines
 from .offload.statistics import StepStatistics
@@ -231,7 +231,7 @@ def apply_plan(
     Args:
         model: any module that contains the blocks, at any depth. Parameters, names and `state_dict` do not change.
         plan_or_labels: labels (`["gdn_conv", "layernorm"]`, `"full:block:6"`, `[]` for the control), or a `Plan` made for this model.
-        offload: offload labels or an `OffloadConfig`, with labels (not with a `Selection` or a `Plan`, which hold their own).
+        offload: offload labels or an `OffloadConfig`, `[]` for none; with labels (not with a `Selection` or a `Plan`, which hold their own).
         kernels: `"stock"` runs what the model itself would run; `"fused"` flash-linear-attention's convolution and gated norm on CUDA
             (less memory, faster, not bit-equal to the eager ones), also with the control.
         on_foreign_hooks: what to do when a block is called inside other saved-tensor hooks: `"raise"`, or `"bypass"` (run untouched).
@@ -253,7 +253,7 @@ def apply_plan(
     if not isinstance(plan_or_labels, Plan):
         given = isinstance(plan_or_labels, Selection)
         selection = plan_or_labels if isinstance(plan_or_labels, Selection) else select(plan_or_labels, offload=offload)
-    if offload and (selection is None or given):
+    if (selection is None or given) and read_offload(offload) is not None:
         raise ValueError(f"offload: a {type(plan_or_labels).__name__} holds its own offload, got offload={offload!r} beside it; give labels instead")
     report = inspect_model(model)
     control = selection.is_control if selection is not None else plan_or_labels.is_control  # type: ignore[union-attr]
