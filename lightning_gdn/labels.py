@@ -11,6 +11,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from .offload_config import OFFLOAD_LABELS, OffloadConfig, parse_offload
 from .regions import Mode, Moves
@@ -181,8 +182,9 @@ def read_offload(argument: str | Sequence[str] | OffloadConfig) -> OffloadConfig
     said = f"offload={argument!r}"
     if isinstance(argument, str):
         return parse_offload(argument, said=said, recompute=LABELS)
-    if isinstance(argument, Sequence) and not isinstance(argument, bytes) and all(isinstance(name, str) for name in argument):
-        return parse_offload("+".join(argument), said=said, recompute=LABELS) if argument else None
+    names: Any = argument
+    if isinstance(names, Sequence) and not isinstance(names, bytes) and all(isinstance(name, str) for name in names):
+        return parse_offload("+".join(names), said=said, recompute=LABELS) if names else None
     raise ValueError(
         f"offload: expected a label, a list of labels ([] for none) or an OffloadConfig, got {argument!r}. "
         f"Offload labels: {', '.join(OFFLOAD_LABELS)}"

@@ -96,12 +96,17 @@ def test_a_shipped_recipe_retains_what_is_predicted(name: str) -> None:
     assert measured == {arm: prediction.retained_bytes[arm] for arm in arms}
 
 
-OTHER_VALUES = {
-    **{"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 8, "full_attention_interval": 2, "num_attention_heads": 4},
-    **{"num_key_value_heads": 2, "head_dim": 32, "linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 16},
-    **{"linear_value_head_dim": 16, "linear_conv_kernel_dim": 3, "vocab_size": 512, "tie_word_embeddings": False, "dtype": "float32"},
-    **{"keep_fp32": False, "attn_implementation": "eager", "num_experts": 8, "num_experts_per_tok": 1, "moe_intermediate_size": 8},
-    **{"shared_expert_intermediate_size": 8, "mlp_only_layers": [0]},
+OTHER_VALUES: dict[str, Any] = {
+    **dict.fromkeys(("num_hidden_layers", "linear_num_value_heads", "num_experts", "moe_intermediate_size", "shared_expert_intermediate_size"), 8),
+    **dict.fromkeys(("num_attention_heads", "linear_num_key_heads"), 4),
+    **dict.fromkeys(("full_attention_interval", "num_key_value_heads"), 2),
+    **dict.fromkeys(("hidden_size", "intermediate_size", "head_dim", "linear_key_head_dim", "linear_value_head_dim", "vocab_size"), 512),
+    **dict.fromkeys(("tie_word_embeddings", "keep_fp32"), False),
+    "linear_conv_kernel_dim": 3,
+    "num_experts_per_tok": 1,
+    "mlp_only_layers": [0],
+    "dtype": "float32",
+    "attn_implementation": "eager",
 }
 
 
