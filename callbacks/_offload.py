@@ -18,23 +18,32 @@ def offload_of(trainer: Any) -> StepStatistics | None:
 
 @final
 class OffloadTotals:
-    """Sums and spreads over the steps taken in."""
+    """Sums and spreads over the steps taken in, of bytes and times over those since the share of the bytes last changed: `auto` settles on one,
+    and a mean of before and after would be of neither. What went wrong (pool full, no room, too late) counts over all, as do the peaks."""
 
     def __init__(self) -> None:
-        self._out, self._in, self._stall = Series(), Series(), Series()
-        self._sums: dict[str, float] = {}
-        self._skipped: dict[str, int] = {}
+        self._restart()
+        self._counts: dict[str, int] = {}
         self._last: StepStatistics | None = None
         self._peaks = {"pinned_held": 0, "pinned_peak": 0, "pinned_in_use": 0}
 
+    def _restart(self) -> None:
+        self._out, self._in, self._stall = Series(), Series(), Series()
+        self._sums: dict[str, float] = {}
+        self._skipped: dict[str, int] = {}
+
     def add(self, step: StepStatistics) -> None:
         """Take one step in."""
+        if self._last is not None and self._last.fraction != step.fraction:
+            self._restart()
         self._last = step
         self._out.add(step.bytes_out / MIB)
         self._in.add(step.bytes_in / MIB)
         self._stall.add(step.stall_ms)
-        for name in ("copy_out_ms", "copy_in_ms", "timed_bytes_out", "timed_bytes_in", "fallbacks", "fallback_bytes", "late", "prefetch_oom"):
+        for name in ("copy_out_ms", "copy_in_ms", "timed_bytes_out", "timed_bytes_in"):
             self._sums[name] = self._sums.get(name, 0) + getattr(step, name)
+        for name in ("fallbacks", "fallback_bytes", "late", "prefetch_oom"):
+            self._counts[name] = self._counts.get(name, 0) + getattr(step, name)
         for name in self._peaks:
             self._peaks[name] = max(self._peaks[name], getattr(step, name))
         for reason, nbytes in step.skipped.items():
@@ -56,7 +65,7 @@ class OffloadTotals:
         """For the summary; None if nothing was taken in."""
         if self._last is None:
             return None
-        sums, copies = self._sums, self._sums["copy_out_ms"] + self._sums["copy_in_ms"]
+        sums, counts, copies = self._sums, self._counts, self._sums["copy_out_ms"] + self._sums["copy_in_ms"]
         steps = len(self._out)
         return {
             "steps": steps,
@@ -70,9 +79,9 @@ class OffloadTotals:
             "pinned_held_mib": self._peaks["pinned_held"] / MIB,
             "pinned_peak_mib": self._peaks["pinned_peak"] / MIB,
             "pinned_in_use_mib": self._peaks["pinned_in_use"] / MIB,
-            "late_copies": int(sums["late"]),
-            "prefetch_oom": int(sums["prefetch_oom"]),
-            "fallbacks": int(sums["fallbacks"]),
-            "fallback_mib": sums["fallback_bytes"] / MIB,
+            "late_copies": counts["late"],
+            "prefetch_oom": counts["prefetch_oom"],
+            "fallbacks": counts["fallbacks"],
+            "fallback_mib": counts["fallback_bytes"] / MIB,
             "stayed_mib": {reason: nbytes / MIB / steps for reason, nbytes in self._skipped.items()},
         }

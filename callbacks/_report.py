@@ -25,7 +25,7 @@ class RunFacts:
     """What the Trainer knows about the run and the plan in force, read while the strategy still has it.
 
     Args:
-        trainer: the Trainer; its strategy may have an attribute `applied` with `plan`, `ledger` and `kernels`.
+        trainer: the Trainer; its strategy may have an attribute `applied` with `plan`, `ledger`, `kernels` and `retained_bytes`.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -36,12 +36,18 @@ class RunFacts:
         self.plan = None if plan is None else str(plan)
         self.kernels = None if kernels is None else dict(kernels)
         self.ledger = None if ledger is None else ledger.as_dict()
-        self.ledger_bytes: int | None = getattr(ledger, "retained_bytes", None)
+        self.ledger_bytes = _counted(applied)
+
+
+def _counted(applied: Any) -> int | None:
+    """Of the plan in force, which knows what moved in the last step; of its ledger alone where it is another's."""
+    size: int | None = getattr(applied if hasattr(applied, "retained_bytes") else getattr(applied, "ledger", None), "retained_bytes", None)
+    return size
 
 
 def ledger_of(trainer: Any) -> float | None:
-    """MiB that the ledger of the strategy's plan says is retained, or None without a ledger or before it saw a forward."""
-    size = getattr(getattr(getattr(trainer.strategy, "applied", None), "ledger", None), "retained_bytes", None)
+    """MiB that the strategy's plan counted as retained, or None without a ledger or before it saw a forward."""
+    size = _counted(getattr(trainer.strategy, "applied", None))
     return None if size is None else size / 2**20
 
 
@@ -248,6 +254,7 @@ def _offload_rows(table: Table, offload: Mapping[str, Any] | None) -> None:
     if offload is None:
         return
     table.add_row("moved to the host per step (MiB; median, max)", _spread(offload["out_mib"]))
+    table.add_row("  share of the bytes, steps at it", f"{_number(offload['fraction'])}, {offload['steps']}")
     table.add_row("  GB/s out, in", f"{_number(offload['out_gb_s'])}, {_number(offload['in_gb_s'])}")
     table.add_row("  stall (ms; median, max)", _spread(offload["stall_ms"]))
     table.add_row("  hidden share of the copies", _number(offload["hidden_share"]))

@@ -28,7 +28,7 @@ Each also as `.../rank{r}` for every rank; over ranks it is the maximum, for tok
 | `gdn/tokens_per_s` | 1/s | tokens of the steps / their summed step time; waiting for data is not in it |
 | `gdn/peak_allocated_mib` | MiB | largest number of bytes in live tensors |
 | `gdn/peak_reserved_mib` | MiB | largest number of bytes the caching allocator held |
-| `gdn/retained_mib` | MiB | allocated after a micro-batch's forward minus before it; without allocator counters: the ledger's bytes |
+| `gdn/retained_mib` | MiB | allocated after a micro-batch's forward minus before it; without allocator counters: the plan's count |
 | `gdn/pinned_mib` | MiB | pinned host memory at the end of a step: of PyTorch's host allocator and of offload's pool, idle buffers included |
 | `gdn/offload_out_mib` | MiB | moved to the host per optimizer step, if the plan moves something (median) |
 | `gdn/offload_stall_ms` | ms | time per optimizer step for which compute waited for offload's copies, on a CUDA device (median) |
@@ -69,10 +69,11 @@ max, min, mean.
 | `step_times_ms` | ms | per steady step |
 | `notes` | | what to know before using the figures |
 
-`offload` holds, per optimizer step, spreads of `out_mib`, `in_mib` and `stall_ms`; over all of them `out_gb_s`, `in_gb_s` (10^9 bytes per
-second), the `hidden_share` of the copy time, `late_copies`, `prefetch_oom`, `fallbacks` and `fallback_mib` (the pool was full); of the pool
-the largest `pinned_held_mib`, `pinned_peak_mib` and, after a step, `pinned_in_use_mib`; `stayed_mib` per step by reason; the last
-`fraction`. Without a CUDA device the copies are simulated, and their times are None.
+`offload` holds, per optimizer step since the share of the bytes last changed (`steps` of them: `auto` settles on one), spreads of `out_mib`,
+`in_mib` and `stall_ms`, over all of these `out_gb_s`, `in_gb_s` (10^9 bytes per second) and the `hidden_share` of the copy time, `stayed_mib`
+per step by reason, and that share, `fraction`. Over all steady steps `late_copies`, `prefetch_oom`, `fallbacks` and `fallback_mib` (the pool
+was full); of the pool the largest `pinned_held_mib`, `pinned_peak_mib` and, after a step, `pinned_in_use_mib`. Without a CUDA device the
+copies are simulated, and their times are None.
 """
 
 from __future__ import annotations

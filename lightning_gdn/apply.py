@@ -17,7 +17,7 @@ from torch import nn
 
 from .inspection import ModelReport, inspect_model
 from .kernels import KERNELS, runtime_problem
-from .labels import FIRST, LABELS, OFFLOAD_LABELS, OFFLOAD_MOVES, Selection, select
+from .labels import FIRST, LABELS, OFFLOAD_LABELS, OFFLOAD_MOVES, Selection, read_offload, select
 from .ledger import Ledger
 from .moving import Engines
 from .offload.statistics import StepStatistics
@@ -26,7 +26,7 @@ from .plan import Plan
 from .regions import GDN
 from .takeover import ON_FOREIGN_HOOKS, BlockTakeover, PartTakeover, Session, Takeover
 
-__all__ = ["AppliedPlan", "FreesNothingWarning", "apply_plan", "instrument"]
+__all__ = ["AppliedPlan", "FreesNothingWarning", "apply_plan", "instrument", "unmoved_labels"]
 
 _log = logging.getLogger("lightning_gdn")
 
@@ -76,6 +76,29 @@ class AppliedPlan:
     def ledger(self) -> Ledger:
         """What blocks and regions keep and discard; filled by the first forward of every block."""
         return self._session.ledger
+
+    @property
+    def retained_bytes(self) -> int | None:
+        """Bytes that the blocks hold on the device between forward and backward of one micro-batch; `retained_of` says when. None before one."""
+        return self._retained()[0]
+
+    @property
+    def retained_of(self) -> str:
+        """`every step` without offload. With it what moves can change after the first forward, which the ledger counted: the share `auto`
+        settles, the pool is full. So `last step` once `step_statistics` was called: the mean over that step's forward passes. `first forward`
+        before that, or where the last step had other shapes."""
+        return self._retained()[1]
+
+    def _retained(self) -> tuple[int | None, str]:
+        counted, engines, step = self.ledger.retained_bytes, self._session.engines, self.last_step
+        if engines is None:
+            return counted, "every step"
+        if counted is None or engines.offered_bytes is None or step is None or not step.forwards:
+            return counted, "first forward"
+        if step.offered_bytes != engines.offered_bytes * step.forwards:
+            return counted, "first forward"
+        # Bytes moved are bytes freed, in the ledger storage by storage: what did not move this time is held again.
+        return counted + self.ledger.moved_bytes - round(step.bytes_out / step.forwards), "last step"
 
     @property
     def kernels(self) -> dict[str, str]:
@@ -146,25 +169,31 @@ def _check_labels(ledger: Ledger, labels: tuple[str, ...], engines: Engines | No
 
 
 def _check_offload(ledger: Ledger, config: OffloadConfig, engines: Engines) -> None:
-    skipped: dict[str, int] = {}
-    for engine in engines.by_device.values():
-        for reason, nbytes in engine.skipped.items():
-            skipped[reason] = skipped.get(reason, 0) + nbytes
-    stayed = ", ".join(f"{reason} {nbytes / MIB:.1f} MiB" for reason, nbytes in skipped.items()) or "nothing"
+    found = engines.stayed
+    engines.offered_bytes = ledger.moved_bytes + sum(found.values())
+    stayed = ", ".join(f"{reason} {nbytes / MIB:.1f} MiB" for reason, nbytes in found.items()) or "nothing"
     _log.info("offload %s: %.1f MiB moved in the first forward; stayed on the device: %s", config, ledger.moved_bytes / MIB, stayed)
     if config.fraction == 0 or config.max_pinned_gib == 0:
         return
-    moved = {(row.block, row.region) for row in ledger.rows() if row.moved_bytes}
+    for name in unmoved_labels(ledger, config):
+        warnings.warn(
+            f"offload label {name!r} moved nothing in the first step ({OFFLOAD_LABELS[name]}); bytes that stayed, by reason: {stayed}. "
+            f"Storages below min_bytes={config.min_bytes} and those of the last {config.resident_last_blocks} block(s) stay by intent; "
+            "what a recompute label replays is not there to be moved",
+            FreesNothingWarning,
+            stacklevel=2,
+        )
+
+
+def unmoved_labels(ledger: Ledger, config: OffloadConfig) -> list[str]:
+    """Offload labels of which nothing moved in the first forward."""
+    moved = {row.region for row in ledger.rows() if row.moved_bytes}
+    found = []
     for name in config.labels:
         regions = {region for region, _ in OFFLOAD_MOVES[name]}
-        if not any(region in regions or regions == {FIRST} for _, region in moved):
-            warnings.warn(
-                f"offload label {name!r} moved nothing in the first step ({OFFLOAD_LABELS[name]}); bytes that stayed, by reason: {stayed}. "
-                f"Storages below min_bytes={config.min_bytes} and those of the last {config.resident_last_blocks} block(s) stay by intent; "
-                "what a recompute label replays is not there to be moved",
-                FreesNothingWarning,
-                stacklevel=2,
-            )
+        if not (moved if regions == {FIRST} else moved & regions):
+            found.append(name)
+    return found
 
 
 def _say_unfreed(unfreed: int) -> None:
@@ -231,7 +260,7 @@ def apply_plan(
     Args:
         model: any module that contains the blocks, at any depth. Parameters, names and `state_dict` do not change.
         plan_or_labels: labels (`["gdn_conv", "layernorm"]`, `"full:block:6"`, `[]` for the control), or a `Plan` made for this model.
-        offload: offload labels or an `OffloadConfig`, with labels (not with a `Selection` or a `Plan`, which hold their own).
+        offload: offload labels or an `OffloadConfig`, `[]` for none; with labels (not with a `Selection` or a `Plan`, which hold their own).
         kernels: `"stock"` runs what the model itself would run; `"fused"` flash-linear-attention's convolution and gated norm on CUDA
             (less memory, faster, not bit-equal to the eager ones), also with the control.
         on_foreign_hooks: what to do when a block is called inside other saved-tensor hooks: `"raise"`, or `"bypass"` (run untouched).
@@ -253,7 +282,7 @@ def apply_plan(
     if not isinstance(plan_or_labels, Plan):
         given = isinstance(plan_or_labels, Selection)
         selection = plan_or_labels if isinstance(plan_or_labels, Selection) else select(plan_or_labels, offload=offload)
-    if offload and (selection is None or given):
+    if (selection is None or given) and read_offload(offload) is not None:
         raise ValueError(f"offload: a {type(plan_or_labels).__name__} holds its own offload, got offload={offload!r} beside it; give labels instead")
     report = inspect_model(model)
     control = selection.is_control if selection is not None else plan_or_labels.is_control  # type: ignore[union-attr]

@@ -37,7 +37,8 @@ examples:
   lightning-gdn profile demo_cpu
 
 `lightning-gdn VERB --help` shows each verb. Exit codes: 0 done; 1 an arm failed, its losses are not finite, or (on a CPU; with parity also
-gradients) not the control's; 2 something you wrote cannot work (one line on stderr says what); 130 and 143: ended by Ctrl-C, by SIGTERM.
+gradients) not the control's, or (parity) it was to move something and moved nothing; 2 something you wrote cannot work (one line on stderr
+says what); 130 and 143: ended by Ctrl-C, by SIGTERM.
 """
 
 
@@ -78,10 +79,12 @@ def _run(argv: Sequence[str]) -> int:
         print(f"lightning-gdn: arm {arm}: {record['status']}: {record['error']}", file=sys.stderr)
         return exit_code(record)
     retained = record["retained_bytes"]
+    from .bench.report import retained_remark
+
     held = "n/a" if retained is None else f"{retained / 2**20:.2f} MiB ({retained:,} B)"
     where = f" on each of {loaded.recipe.trainer.devices} ranks; rank 0's loss" if loaded.recipe.trainer.devices > 1 else ": loss"
     first, last = (float.fromhex(record["losses_hex"][end]) for end in (0, -1))
-    print(f"{arm}{where} {first:.4f} -> {last:.4f}, blocks retain {held} per micro-batch")
+    print(f"{arm}{where} {first:.4f} -> {last:.4f}, blocks retain {held} per micro-batch{retained_remark(record)}")
     print("kernels: " + (", ".join(f"{region} {kernel}" for region, kernel in record["kernels"].items()) or "n/a"))
     print(f"written to {folder}")
     diverged = not_finite([record])

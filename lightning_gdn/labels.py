@@ -11,6 +11,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from .offload_config import OFFLOAD_LABELS, OffloadConfig, parse_offload
 from .regions import Mode, Moves
@@ -25,6 +26,7 @@ __all__ = [
     "UnavailableLabelError",
     "advice",
     "parse_arm",
+    "read_offload",
     "select",
 ]
 
@@ -134,6 +136,10 @@ class Selection:
     full: FullRecompute | None = None
     offload: OffloadConfig | None = None
 
+    def __post_init__(self) -> None:
+        if self.offload is not None and not self.offload.labels:
+            object.__setattr__(self, "offload", None)
+
     @property
     def is_control(self) -> bool:
         """True for the control arm: nothing is recomputed or moved, and nothing is installed."""
@@ -158,26 +164,42 @@ def _unknown_hint(name: str) -> str:
     bare = name.partition("@")[0]
     if bare in OFFLOAD_LABELS:
         return f" (it is an offload label: pass it as offload=[{name!r}], in an arm write offload:{name})"
+    if name.lower().startswith("offload"):
+        return " (an offload label is written offload:LABEL, for instance offload:gdn_core_attn)"
     if "+" in name or "," in name:
         return " (write one label per list entry, or one string with labels joined by '+')"
     return _hint(name, [*LABELS, *RESERVED])
 
 
+def read_offload(argument: str | Sequence[str] | OffloadConfig) -> OffloadConfig | None:
+    """What the argument `offload` asks for; None for `[]`, which moves nothing.
+
+    Raises:
+        ValueError: wrong type, an empty or unknown label, a share that is none; the message says what it got and what to write.
+    """
+    if isinstance(argument, OffloadConfig):
+        return argument if argument.labels else None
+    said = f"offload={argument!r}"
+    if isinstance(argument, str):
+        return parse_offload(argument, said=said, recompute=LABELS)
+    names: Any = argument
+    if isinstance(names, Sequence) and not isinstance(names, bytes) and all(isinstance(name, str) for name in names):
+        return parse_offload("+".join(names), said=said, recompute=LABELS) if names else None
+    raise ValueError(
+        f"offload: expected a label, a list of labels ([] for none) or an OffloadConfig, got {argument!r}. "
+        f"Offload labels: {', '.join(OFFLOAD_LABELS)}"
+    )
+
+
 def _offload(parts: Sequence[str], argument: str | Sequence[str] | OffloadConfig) -> OffloadConfig | None:
     """What an arm's `offload:` parts or the argument `offload` ask for."""
-    if isinstance(argument, OffloadConfig):
-        given: OffloadConfig | None = argument
-    elif isinstance(argument, str):
-        given = parse_offload(argument) if argument else None
-    elif isinstance(argument, Sequence) and all(isinstance(name, str) for name in argument):
-        given = parse_offload("+".join(argument)) if argument else None
-    else:
-        raise ValueError(
-            f"offload: expected a label, a list of labels or an OffloadConfig, got {argument!r}. Valid offload labels: {', '.join(OFFLOAD_LABELS)}"
-        )
-    if parts and given is not None:
-        raise ValueError(f"offload is given twice: as {'+'.join(parts)!r} among the labels and as offload={argument!r}; write it once")
-    return parse_offload("+".join(parts)) if parts else given
+    given = read_offload(argument)
+    if not parts:
+        return given
+    text = "+".join(parts)
+    if given is not None:
+        raise ValueError(f"offload is given twice: as {text!r} among the labels and as offload={argument!r}; write it once")
+    return parse_offload(text, recompute=LABELS)
 
 
 def _full_from_text(text: str) -> FullRecompute:
@@ -203,8 +225,8 @@ def select(
 
     Args:
         recompute: labels; a bare string is one label (or an arm such as `"gdn_conv+layernorm"`). `[]` and `"none"` are the control.
-        offload: offload labels, `"gdn_core_attn@0.5"` with a share of the bytes, or an `OffloadConfig`. In `recompute` they are written
-            `"offload:gdn_core_attn"`.
+        offload: offload labels, `"gdn_core_attn@0.5"` with a share of the bytes, or an `OffloadConfig`; `[]` moves nothing. In `recompute`
+            they are written `"offload:gdn_core_attn"`.
         method, num_layers: for `full`, as in Megatron Core (`recompute_method`, `recompute_num_layers`).
 
     Raises:

@@ -87,7 +87,8 @@ def _show(loaded: Any, result: dict[str, Any], folder: Path) -> bool:
 def parity_verb(argv: Sequence[str]) -> int:
     args = parser(
         "parity",
-        "Run one training step under every arm, from the same bits, and compare losses and gradients with the untouched model's, tensor by tensor.",
+        "Run one training step under every arm, from the same bits, and compare losses and gradients with the untouched model's, tensor by tensor.\n"
+        "Exit code 1: an arm is outside, failed, or moved nothing although it has offload labels, or the control is no measure.",
         "  lightning-gdn parity demo_cpu\n"
         "  lightning-gdn parity recipes/qwen3_5_0_8b.yaml --arms gdn_conv,full trainer.precision=bf16-mixed data.seq_len=2048\n"
         "  lightning-gdn parity demo_cpu --arms gdn_conv --plant conv@1     must end with exit code 1",

@@ -229,6 +229,8 @@ class Engines:
     def __init__(self, config: OffloadConfig, count: int, reduce_min: Callable[[float], float] | None = None) -> None:
         self.config, self.count, self._reduce_min = config, count, reduce_min
         self.by_device: dict[torch.device, Engine] = {}
+        self.offered_bytes: int | None = None
+        """All that the labels named in the first forward, moved or not; None before its end."""
         self._lock = threading.Lock()
 
     def on(self, device: torch.device) -> Engine:
@@ -254,6 +256,20 @@ class Engines:
                 timing = device.type == "cuda" or self.config.fraction == "auto"
                 self.by_device[device] = Engine(backend, self.config, timing=timing, reduce_min=self._reduce_min)
             return self.by_device[device]
+
+    @property
+    def stayed(self) -> dict[str, int]:
+        """Bytes that stayed on the device since the last `step_statistics`, by reason, summed over devices."""
+        found: dict[str, int] = {}
+        for engine in self.by_device.values():
+            for reason, nbytes in engine.skipped.items():
+                found[reason] = found.get(reason, 0) + nbytes
+        return found
+
+    def settled(self, fraction: float) -> bool:
+        """Whether this is the share of the bytes from here on: it was given, or `auto` has found it."""
+        engines = self.by_device.values()
+        return bool(engines) and all((engine.auto is None or engine.auto.settled) and engine.fraction == fraction for engine in engines)
 
     def step_statistics(self) -> StepStatistics | None:
         """Snapshot and reset, summed over devices; None before a block ran. Times of a simulated device are no measurement and left out."""

@@ -205,7 +205,7 @@ class GDNRecomputeStrategy(_PlanMixin, SingleDeviceStrategy, metaclass=_SameName
         recompute: labels, see `lightning-gdn labels`. A bare string is one label or an arm (`"gdn_conv+layernorm"`, `"full:block:6"`).
             `[]` is the control: nothing is installed.
         offload: offload labels (`["gdn_core_attn"]`, `"gdn_core_attn@0.5"`) or an `OffloadConfig`: what moves to pinned host memory between
-            forward and backward. In an arm they are written `offload:gdn_core_attn`.
+            forward and backward; `[]` moves nothing. In an arm they are written `offload:gdn_core_attn`.
         method: with `full`: `"uniform"` (every block, in chunks of `num_layers`) or `"block"` (the first `num_layers` blocks).
         num_layers: with `full`: see `method`.
         memory_budget: budget for `recompute="auto"`. Needs the planner, which this version does not have.

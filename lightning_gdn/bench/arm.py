@@ -21,7 +21,7 @@ import lightning.pytorch as L
 import torch
 from torch import nn
 
-from ..apply import instrument
+from ..apply import AppliedPlan, instrument
 from ..callbacks import MemoryMonitor
 from ..strategies import GDNRecomputeStrategy
 from .arms import Rival, configured, parse
@@ -120,7 +120,8 @@ def run_arm(
     Returns:
         The record. `status` is `ok`, `oom` or `failed`; then `error` is the last line of the error. `losses_hex` holds every
         micro-batch's loss in training order, as exact hexadecimal floats; `retained_bytes` is what the model's blocks hold between the
-        forward and the backward of one micro-batch. With several devices it is rank 0's record, with the parts of all ranks in `ranks`;
+        forward and the backward of one micro-batch, of an arm that moves something in the last step (`ledger` is of the first forward), and
+        `offload` says of which share of the bytes that is. With several devices it is rank 0's record, with the parts of all ranks in `ranks`;
         the record that another rank returns is its own and goes nowhere.
     """
     if recipe.trainer.num_threads:
@@ -222,7 +223,7 @@ def _describe(record: dict[str, Any], module: BenchModule, monitor: Any, probe: 
     applied = getattr(strategy, "last_applied", None)
     rival = probe if isinstance(probe, RivalCallback) else None
     ledger = probe.ledger if isinstance(probe, ControlProbe) else (applied.ledger.as_dict() if applied else None)
-    retained = rival.retained_bytes if rival else (ledger["retained_bytes"] if ledger else None)
+    retained = rival.retained_bytes if rival else (applied.retained_bytes if applied else ledger["retained_bytes"] if ledger else None)
     losses = [float(loss) for loss in module.losses] if record["status"] == "ok" else []
     on_cpu = record["environment"]["device"] == "cpu"
     record |= {
@@ -231,6 +232,7 @@ def _describe(record: dict[str, Any], module: BenchModule, monitor: Any, probe: 
         "kernels": dict(probe.kernels if probe else (applied.kernels if applied else {})),
         "retained_bytes": retained,
         "ledger": ledger,
+        "offload": _share(applied),
         "losses_hex": [loss.hex() for loss in losses],
         "loss_first": _finite(losses[0]) if losses else None,
         "loss_last": _finite(losses[-1]) if losses else None,
@@ -238,6 +240,19 @@ def _describe(record: dict[str, Any], module: BenchModule, monitor: Any, probe: 
         "weights_sha256": _weights_hash(module) if on_cpu and record["status"] == "ok" else None,
         "flops_formula": FLOPS_FORMULA,
         "monitor": getattr(monitor, "summary", None) or None,
+    }
+
+
+def _share(applied: AppliedPlan | None) -> dict[str, Any] | None:
+    """The share of the bytes that was asked for and that the last step had, whether it is to stay, and what `retained_bytes` is of."""
+    if applied is None or applied.engines is None:
+        return None
+    step = applied.last_step
+    return {
+        "asked": applied.engines.config.fraction,
+        "fraction": None if step is None else step.fraction,
+        "settled": step is not None and applied.engines.settled(step.fraction),
+        "retained_of": applied.retained_of,
     }
 
 

@@ -9,21 +9,26 @@ import typing
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..offload_config import field_problem
 from ..regions import GDN, BlockLayout
 from .arms import SWEEP, parse
 from .errors import UserError, nearest, one_line
-from .schema import AT_MOST, CHOICES, POSITIVE, SECTIONS, TOP, Recipe
+from .schema import AT_MOST, CHOICES, FAMILY_FIELDS, POSITIVE, SECTIONS, TOP, Recipe
 
-__all__ = ["check_arm", "check_blocks", "check_types", "check_values"]
+__all__ = ["check_arm", "check_blocks", "check_given", "check_types", "check_values"]
 
 _TYPE_NAMES = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
 
 
 def check_types(plain: Mapping[str, Any]) -> None:
-    """Raise `UserError` at the first value of another type than the schema's."""
+    """Raise `UserError` at the first value of another type than the schema's; of `offload` also out of its range."""
     for name, value in plain.items():
         if name in TOP:
             _check_type(name, value, TOP[name])
+        elif name == "offload":
+            problem = next(filter(None, (field_problem(key, inner) for key, inner in value.items())), None)
+            if problem is not None:
+                raise UserError(problem)
         else:
             for key, inner in value.items():
                 _check_type(f"{name}.{key}", inner, SECTIONS[name][key])
@@ -51,9 +56,49 @@ def _check_type(key: str, value: object, wanted: Any) -> None:
         hint = ""
         if isinstance(value, bool) and wanted is str:
             hint = "; YAML reads yes, no, on and off as true or false: put the word in quotes"
+        elif isinstance(value, Mapping) and key in ("plan.arm", "compare.arms"):
+            word = f"{next(iter(value), '')}:"
+            hint = f"; YAML reads {word!r} as a section: write a name right after the colon, without a space, for instance offload:gdn_core_attn"
         elif isinstance(value, str) and wanted in (int, float):
             hint = "; write it as a plain number, without quotes"
         raise UserError(f"{key}: expected {_TYPE_NAMES[wanted]}{' or null' if optional else ''}, got {value!r}{hint}")
+
+
+def check_given(given: Mapping[str, Any], model: Mapping[str, Any], source: str) -> None:
+    """Whether the family of the model has every field that was given.
+
+    Args:
+        given: field of `model` that somebody gave -> `source` if its file did, else the command line.
+        model: the whole section, types checked.
+        source: name of the recipe's file.
+
+    Raises:
+        UserError: a field that `FAMILY_FIELDS` has for other families only. Not of a saved model, whose sizes are its own.
+    """
+    family = model["family"]
+    if family not in FAMILY_FIELDS:
+        return  # `check_values` says it
+    if model["path"] is not None:
+        if "path" not in FAMILY_FIELDS[family]:
+            raise UserError(
+                f"model.path: {family} has random weights only, got {model['path']!r}; leave out model.path, or take another model.family"
+            )
+        return
+    foreign = [name for name in given if name not in FAMILY_FIELDS[family] and name != "path"]
+    if not foreign:
+        return
+    having = [other for other, fields in FAMILY_FIELDS.items() if fields.issuperset(foreign)]
+    of_file = sum(given[name] == source for name in foreign)
+    them = "them" if len(foreign) > 1 else "it"
+    away = (
+        f"leave {them} out" if not of_file else f"take {them} out of {source}" if of_file == len(foreign) else f"leave {them} out, also of {source}"
+    )
+    raise UserError(
+        f"{', '.join(f'model.{name}' for name in foreign)}: {family} has no such field{'s' if len(foreign) > 1 else ''}, "
+        f"got {', '.join(repr(model[name]) for name in foreign)}; {away}"
+        f"{f', or write model.family={having[-1]}' if having else ''}. "
+        f"Fields of {family}: {', '.join(name for name in SECTIONS['model'] if name in FAMILY_FIELDS[family])}"
+    )
 
 
 def check_values(recipe: Recipe) -> None:
@@ -103,18 +148,13 @@ def check_values(recipe: Recipe) -> None:
 
 def _check_family(recipe: Recipe) -> None:
     model = recipe.model
-    if model.path is not None:
-        if model.family == "gdn_stack":
-            raise UserError("model.path: gdn_stack has random weights only, got a folder; leave out model.path, or take another model.family")
+    if model.path is not None or model.family != "qwen3_next":
         return
-    if model.family == "qwen3_next":
-        if model.num_experts_per_tok > model.num_experts:
-            raise UserError(f"model.num_experts_per_tok: expected at most num_experts={model.num_experts}, got {model.num_experts_per_tok}")
-        outside = [layer for layer in model.mlp_only_layers if not 0 <= layer < model.num_hidden_layers]
-        if outside:
-            raise UserError(f"model.mlp_only_layers: expected blocks 0 to {model.num_hidden_layers - 1}, got {outside[0]}")
-    elif model.mlp_only_layers:
-        raise UserError(f"model.mlp_only_layers: {model.family} has no experts, got {model.mlp_only_layers}; leave it out, or take qwen3_next")
+    if model.num_experts_per_tok > model.num_experts:
+        raise UserError(f"model.num_experts_per_tok: expected at most num_experts={model.num_experts}, got {model.num_experts_per_tok}")
+    outside = [layer for layer in model.mlp_only_layers if not 0 <= layer < model.num_hidden_layers]
+    if outside:
+        raise UserError(f"model.mlp_only_layers: expected blocks 0 to {model.num_hidden_layers - 1}, got {outside[0]}")
 
 
 def check_arm(arm: str, key: str) -> None:

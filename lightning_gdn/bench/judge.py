@@ -31,7 +31,9 @@ COLUMNS = (
     "tokens_per_s",
     "loss_first",
     "loss_last",
+    "retained_of",
     "offload_out_mib",
+    "offload_share",
     "offload_stall_ms",
     "pinned_held_mib",
     "losses",
@@ -59,6 +61,10 @@ def judge(records: Sequence[Mapping[str, Any]], *, name: str, arms: Sequence[str
     pareto = analyse(entries, control=CONTROL, kernels=recipe["plan"]["kernels"] if recipe else None)
     for entry, point in zip(entries, pareto["points"], strict=True):
         entry |= {"saving_pct": point["saving_pct"], "line_ratio": point["ratio"], "dominated_by": point["dominated_by"]}
+    notes = [line for entry in entries if (line := _unmoved(entry))]
+    for entry in entries:
+        if entry["offload"] and entry["offload"]["asked"] == "auto" and not entry["offload"]["settled"]:
+            notes.append(f"{entry['arm']}: the share had not settled when the run ended; more steps (trainer.max_steps) let it")
     hashes = {r["environment"].get("autotune_cache") for r in records if r.get("environment")}
     problems = []
     for entry in entries:
@@ -74,7 +80,6 @@ def judge(records: Sequence[Mapping[str, Any]], *, name: str, arms: Sequence[str
             problems.append(f"{entry['arm']}: no round in which both it and the control finished")
         if entry["not_finite"]:
             problems.append(f"{entry['arm']}: {entry['not_finite']}: their comparison proves nothing")
-    notes = []
     if len(hashes) > 1:
         notes.append("kernels were still being tuned during this comparison (the autotune cache changed); run it again for timings")
     ranks = max((len(_parts(r)) for r in records), default=1)
@@ -130,6 +135,7 @@ def _arm(arm: str, records: Sequence[Mapping[str, Any]], control: Mapping[int, M
         "kernels": some.get("kernels") or {},
         "blocks": some.get("blocks"),
         "retained_bytes": _median([r.get("retained_bytes") for r in good], whole=True),
+        "retained_of": _retained_of(good),
         "retained_delta_pct": _spread([_percent(a.get("retained_bytes"), b.get("retained_bytes")) for a, b in pairs]),
         "retained_mib": _median([_allocator(r) for r in good]),
         "retained_mib_delta_pct": _spread([_percent(_allocator(a), _allocator(b)) for a, b in pairs]),
@@ -152,13 +158,36 @@ def _arm(arm: str, records: Sequence[Mapping[str, Any]], control: Mapping[int, M
 OFFLOAD_FIGURES = ("out_mib", "in_mib", "out_gb_s", "in_gb_s", "stall_ms", "hidden_share", "pinned_held_mib", "fallbacks")
 
 
-def _offload(records: Sequence[Mapping[str, Any]]) -> dict[str, float | None] | None:
-    """Medians over rounds of what moved per optimizer step on rank 0; None for an arm that moves nothing."""
+def _offload(records: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """Medians over rounds of what moved per optimizer step on rank 0, and the share of the bytes that was; None for an arm without offload."""
     told = [found for r in records if (found := (r.get("monitor") or {}).get("offload"))]
     if not told:
         return None
     values = {name: [found[name]["median"] if isinstance(found[name], Mapping) else found[name] for found in told] for name in OFFLOAD_FIGURES}
-    return {name: _median(each) for name, each in values.items()}
+    shares = [found for r in records if (found := r.get("offload"))]
+    return {
+        **{name: _median(each) for name, each in values.items()},
+        "stayed_mib": told[0].get("stayed_mib") or {},
+        "asked": shares[0]["asked"] if shares else None,
+        "share": _spread([found["fraction"] for found in shares]),
+        "settled": all(found["settled"] for found in shares),
+    }
+
+
+def _retained_of(records: Sequence[Mapping[str, Any]]) -> str | None:
+    """Which forward passes `retained_bytes` is of, where that is not all: `last step`, or `first forward` if a round knows no better."""
+    told = {found["retained_of"] for r in records if (found := r.get("offload"))}
+    return "first forward" if "first forward" in told else "last step" if told else None
+
+
+def _unmoved(entry: Mapping[str, Any]) -> str | None:
+    """That nothing moved, and why: equal losses are then no proof of anything."""
+    moved = entry["offload"]
+    if not moved or moved["out_mib"] or entry["status"] != "ok":
+        return None
+    stayed = ", ".join(f"{reason} {mib:.3g} MiB" for reason, mib in moved["stayed_mib"].items() if mib) or "nothing was there to move"
+    share = f" at the share of {moved['share']['median']:g} that auto settled on" if moved["asked"] == "auto" and moved["share"] else ""
+    return f"{entry['arm']}: moved nothing to the host in its steady steps{share}; stayed per step: {stayed}"
 
 
 def _losses(arm: str, pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> dict[str, Any]:
@@ -211,6 +240,7 @@ def _row(entry: Mapping[str, Any]) -> list[Any]:
         "step_delta_pct_min": delta.get("min"),
         "step_delta_pct_max": delta.get("max"),
         "offload_out_mib": (entry["offload"] or {}).get("out_mib"),
+        "offload_share": ((entry["offload"] or {}).get("share") or {}).get("median"),
         "offload_stall_ms": (entry["offload"] or {}).get("stall_ms"),
         "pinned_held_mib": (entry["offload"] or {}).get("pinned_held_mib"),
         "losses": entry["losses"]["verdict"],

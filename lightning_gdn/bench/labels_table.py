@@ -50,6 +50,8 @@ class Prediction:
     """B x T of the recipe."""
     device: str
     kernels: dict[str, str]
+    conditions: dict[str, str]
+    """Arms whose figure holds only under a condition, which stands beside it."""
     remarks: tuple[str, ...]
     """How the figures were obtained, where that limits them."""
 
@@ -236,7 +238,7 @@ def predict(loaded: Loaded, arms: Sequence[str]) -> Prediction:
         if per_token * length > CPU_CAP:
             length = max(small, int(CPU_CAP / per_token) // 64 * 64)
             remarks.append(f"counted at {length} of {data.seq_len} tokens per sequence (more than {CPU_CAP >> 20} MiB otherwise) and scaled")
-    retained = {}
+    retained, conditions = {}, dict[str, str]()
     for arm, plan in plans.items():
         all_units = units(plan)
         offload = plan.offload
@@ -249,8 +251,10 @@ def predict(loaded: Loaded, arms: Sequence[str]) -> Prediction:
             if arm in arms:
                 remarks.append(f"{arm}: a share of the bytes; which storages it is decides to within one of them")
         if offload is not None and offload.fraction == "auto" and arm in arms:
+            conditions[arm] = "everything moved"
             remarks.append(f"{arm}: with everything moved, as it starts; what it settles on depends on the machine")
         if offload is not None and offload.max_pinned_bytes is not None and moved > offload.max_pinned_bytes and arm in arms:
+            conditions[arm] = ", ".join([*([conditions[arm]] if arm in conditions else []), "without the cap"])
             remarks.append(f"{arm}: as if offload.max_pinned_gib did not bound it; {moved / 2**30:.2f} GiB would move")
         retained[arm] = total if length == data.seq_len else round(total * data.seq_len / length)
     return Prediction(
@@ -259,6 +263,7 @@ def predict(loaded: Loaded, arms: Sequence[str]) -> Prediction:
         tokens=data.batch_size * data.seq_len,
         device=device,
         kernels=counter.kernels,
+        conditions=conditions,
         remarks=tuple(remarks),
     )
 
@@ -294,7 +299,8 @@ def model_tables(loaded: Loaded, prediction: Prediction, arms: Sequence[str]) ->
         if value is None:
             table.add_row(arm, "a rival: measured by compare, not predicted", "")
             continue
-        table.add_row(arm, f"{value:,} B ({value / 2**20:.2f} MiB)", f"{(value / base - 1) * 100:+.1f} %" if base else "n/a")
+        condition = f", {prediction.conditions[arm]}" if arm in prediction.conditions else ""
+        table.add_row(arm, f"{value:,} B ({value / 2**20:.2f} MiB){condition}", f"{(value / base - 1) * 100:+.1f} %" if base else "n/a")
     kernels = ", ".join(f"{region} {kernel}" for region, kernel in prediction.kernels.items()) or "n/a"
     return labels, table, [f"kernels: {kernels}", *prediction.remarks]
 
@@ -306,6 +312,7 @@ def as_dict(prediction: Prediction) -> Mapping[str, Any]:
         "tokens": prediction.tokens,
         "device": prediction.device,
         "kernels": prediction.kernels,
+        "conditions": prediction.conditions,
         "remarks": list(prediction.remarks),
         "inapplicable": prediction.inapplicable,
         "retained_bytes": prediction.retained_bytes,

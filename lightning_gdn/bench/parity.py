@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..apply import apply_plan
+from ..apply import apply_plan, unmoved_labels
 from ..callbacks._warmup import AutotuneWatch
 from ..inspection import inspect_model
 from ..labels import LABELS, parse_arm
@@ -35,7 +35,7 @@ from .errors import UserError
 from .judge import CONTROL
 from .module import meta_model
 from .parity_judge import ARM_RUNS, FACTOR, NOISY_RUNS, Gap, judge_arm, noise_of, repeats_exactly
-from .parity_record import ArmRuns, describe, write_csv
+from .parity_record import ArmRuns, Moved, describe, write_csv
 from .parity_rig import CUBLAS, CUBLAS_VALUES, KernelSetting, Rig, cublas_is_deterministic, kernel_setting
 from .plant import Plant, parse_plant, planted, replayed_by
 from .recipes import Loaded, write_yaml
@@ -79,11 +79,15 @@ class ParityOptions:
 
 
 def open_arm(model: nn.Module, arm: str, kernels: str, offload: OffloadSection | None = None) -> AbstractContextManager[Any]:
-    """An arm that is a plan, or a rival; the control too, which installs nothing under stock kernels."""
+    """An arm that is a plan, or a rival; the control too, which installs nothing under stock kernels. The share `auto` is 1 here, where it
+    starts: that moves most, and nobody's clock decides what is compared."""
     chosen = parse(arm)
     if isinstance(chosen, Rival):
         return install(model, chosen, kernels=kernels)
-    return apply_plan(model, configured(chosen, offload or OffloadSection()), kernels=kernels)
+    chosen = configured(chosen, offload or OffloadSection())
+    if chosen.offload is not None and chosen.offload.fraction == "auto":
+        chosen = replace(chosen, offload=replace(chosen.offload, fraction=1.0))
+    return apply_plan(model, chosen, kernels=kernels)
 
 
 def _opener(recipe: Recipe) -> OpenArm:
@@ -201,7 +205,9 @@ class ParityCheck:
     def _runs(self, arm: ArmRuns, count: int) -> None:
         with planted(self.rig.model, self.plant) as served, self.open_arm(self.rig.model, arm.name, self.kernels) as applied:
             self._warm(arm.name)
+            _moved(applied)  # in the warm-up: left out
             arm.runs += [self.rig.gaps(self.rig.run()) for _ in range(count)]
+            arm.moved = _moved(applied, steps=count * max(1, self.rig.steps))
             ledger = getattr(applied, "ledger", None)
             rows = ledger.by_region().values() if ledger is not None else ()
             arm.replayed = {row.region: row.replays for row in rows if row.replays}
@@ -221,6 +227,21 @@ class ParityCheck:
             if not self._watch.grew():
                 return
         self.notes.append(f"{arm}: kernels were still being tuned after {WARM_CAP} runs")
+
+
+def _moved(applied: Any, steps: int = 1) -> Moved | None:
+    """What an open arm has moved since it was asked last, per step; None of one without offload labels."""
+    config = getattr(getattr(applied, "plan", None), "offload", None)
+    if config is None:
+        return None
+    found = applied.step_statistics()
+    stayed = {reason: nbytes // steps for reason, nbytes in found.stayed.items()} if found is not None else {}
+    return Moved(
+        nbytes=found.bytes_out // steps if found is not None else 0,
+        share=config.fraction,
+        stayed=stayed,
+        unmoved=tuple(unmoved_labels(applied.ledger, config)),
+    )
 
 
 @contextmanager
@@ -250,7 +271,7 @@ def parity(
         progress: called with one line before every arm.
 
     Returns:
-        The record, as parity.json holds it. `problems` is empty if every arm is inside.
+        The record, as parity.json holds it. `problems` is empty if every arm is inside and every arm with offload labels moved something.
 
     Raises:
         UserError: as `check`.

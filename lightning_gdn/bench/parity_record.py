@@ -14,13 +14,53 @@ from .judge import CONTROL
 from .parity_judge import EQUAL, LOSSES, WEIGHT, Gap, Row
 from .plant import Plant
 
-__all__ = ["ArmRuns", "describe", "write_csv"]
+__all__ = ["ArmRuns", "Moved", "describe", "size", "write_csv"]
 
 DETAIL_ROWS = 140
 """Rows of tensors in parity.json, over all arms, so that it stays under 50 KB; tensors.csv has all of them."""
 
 Tensors = Mapping[str, tuple[int, float, bool, str]]
 """By tensor of the reference: number of elements, norm, whether it is finite, SHA-256 of its bytes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moved:
+    """What an arm with offload labels moved in the runs that were compared."""
+
+    nbytes: int
+    """To the host, per step."""
+    share: float
+    """Of the bytes, as asked for."""
+    stayed: dict[str, int]
+    """Bytes per step that its labels named and that stayed on the device, by reason."""
+    unmoved: tuple[str, ...]
+    """Labels of which nothing moved."""
+
+    @property
+    def unexercised(self) -> bool:
+        """It was to move something and moved nothing: then its equality is no proof that moving is right."""
+        return self.nbytes == 0 and self.share > 0
+
+    def why(self) -> str:
+        """Why nothing moved, and what to do about it."""
+        found = ", ".join(f"{reason} {size(nbytes)}" for reason, nbytes in self.stayed.items() if nbytes)
+        if not found:
+            return "its labels name nothing that this plan keeps: what a recompute label replays is not there to be moved; leave that label out"
+        remedies = [remedy for reason, remedy in _REMEDIES.items() if self.stayed.get(reason)]
+        return f"stayed per step: {found}" + (f"; write {' '.join(remedies)}, or compare with larger sizes" if remedies else "")
+
+
+_REMEDIES = {
+    "min_bytes": "offload.min_bytes=0",
+    "resident": "offload.resident_last_blocks=0",
+    "budget": "a larger share after @",
+    "pool full": "offload.max_pinned_gib=null",
+}
+
+
+def size(nbytes: int) -> str:
+    """Bytes for people; never a rounded zero."""
+    return f"{nbytes / 2**20:,.1f} MiB" if nbytes >= 2**20 else f"{nbytes / 2**10:,.1f} KiB" if nbytes >= 2**10 else f"{nbytes} B"
 
 
 @dataclass
@@ -34,6 +74,8 @@ class ArmRuns:
     plan: str | None = None
     replayed: dict[str, int] = field(default_factory=dict)
     """Region -> replays of one micro-batch, over all blocks."""
+    moved: Moved | None = None
+    """None of an arm without offload labels."""
     served: int = 0
     """Tensors that a planted error has changed."""
     rows: list[Row] = field(default_factory=list)
@@ -77,6 +119,13 @@ def describe(
         elif entry["outside"]:
             where = f"first in backward: {entry['enters_at']}" if entry["enters_at"] else "leave out --steps to see where in backward it begins"
             problems.append(f"{arm.name}: {entry['outside']} tensors are outside; {where}")
+        if arm.status == "ok" and arm.moved is not None:
+            if arm.moved.unexercised:
+                problems.append(f"{arm.name}: moved nothing to the host, so that it proves nothing about moving; {arm.moved.why()}")
+            elif arm.moved.nbytes == 0:
+                notes.append(f"{arm.name}: moves nothing by its share of 0, as the control")
+            elif arm.moved.unmoved:
+                notes.append(f"{arm.name}: nothing of {', '.join(arm.moved.unmoved)} moved, of which it proves nothing; {arm.moved.why()}")
         unsettled = sum(row.differing_runs < len(arm.runs) and noise.get(row.name, EQUAL).equal for row in arm.rows)
         if unsettled:
             notes.append(f"{arm.name}: {unsettled} tensors differed in some of its runs, in none of the control's")
@@ -99,6 +148,8 @@ def _entry(arm: ArmRuns, tensors: Tensors, noise: Mapping[str, Gap], blocks: Seq
     worst_first = sorted(arm.rows, key=lambda row: (row.outside, row.ratio, _relative(row.norm, tensors, row.name)), reverse=True)
     outside = [row for row in worst_first if row.outside]
     verdict = "bit-equal" if not arm.rows else "outside" if outside else "within noise"
+    if arm.moved is not None and arm.moved.unexercised and not outside:
+        verdict = "moved nothing"
     return {
         "arm": arm.name,
         "status": arm.status,
@@ -107,6 +158,14 @@ def _entry(arm: ArmRuns, tensors: Tensors, noise: Mapping[str, Gap], blocks: Seq
         "runs": len(arm.runs),
         "plan": arm.plan,
         "replayed": arm.replayed,
+        "moved": None
+        if arm.moved is None
+        else {
+            "bytes_per_step": arm.moved.nbytes,
+            "share": arm.moved.share,
+            "stayed_bytes_per_step": arm.moved.stayed,
+            "unmoved_labels": list(arm.moved.unmoved),
+        },
         "planted": arm.served,
         "equal": len(tensors) - len(arm.rows),
         "differing": len(arm.rows),

@@ -9,10 +9,13 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 from .arms import is_rival
+from .parity_record import size
 
 __all__ = ["caption", "cells", "markdown", "terminal_table"]
 
-HEAD = ("arm", "verdict", "bit-equal", "worst tensor", "difference", "control's own", "× own", "replayed")
+HEAD = ("arm", "verdict", "bit-equal", "worst tensor", "difference", "control's own", "× own", "replayed", "moved/step", "stayed/step")
+OFFLOAD = ("moved/step", "stayed/step")
+"""Columns that are left out where no arm has offload labels."""
 NOTHING = "-"
 
 
@@ -33,10 +36,29 @@ def cells(entry: Mapping[str, Any], tensors: int) -> list[str]:
     if entry["status"] != "ok":
         return [entry["arm"], entry["verdict"], *[NOTHING] * (len(HEAD) - 2)]
     replayed = ", ".join(f"{region} {count}" for region, count in entry["replayed"].items()) or ("-" if is_rival(entry["arm"]) else "nothing")
-    verdict = entry["verdict"].upper() if entry["outside"] else entry["verdict"]
+    verdict = entry["verdict"].upper() if _bad(entry) else entry["verdict"]
     worst = entry["rows"][0] if entry["rows"] else None
     shown = [NOTHING] * 4 if worst is None else [worst[0], _percent(worst[1]), _percent(worst[2]), _ratio(worst[4])]
-    return [entry["arm"], verdict, f"{entry['equal']} of {tensors}", *shown, replayed]
+    return [entry["arm"], verdict, f"{entry['equal']} of {tensors}", *shown, replayed, *_moved(entry.get("moved"))]
+
+
+def _bad(entry: Mapping[str, Any]) -> bool:
+    return bool(entry["outside"] or entry["status"] != "ok" or entry["verdict"] == "moved nothing")
+
+
+def _moved(moved: Mapping[str, Any] | None) -> list[str]:
+    """The columns of an arm with offload labels."""
+    if moved is None:
+        return [NOTHING, NOTHING]
+    stayed = ", ".join(f"{reason} {size(nbytes)}" for reason, nbytes in moved["stayed_bytes_per_step"].items() if nbytes)
+    return [size(moved["bytes_per_step"]) if moved["bytes_per_step"] else "nothing", stayed or "nothing"]
+
+
+def _table(record: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """Head and rows, those of offload only where some arm has its labels."""
+    shown = [i for i, name in enumerate(HEAD) if name not in OFFLOAD or any(entry.get("moved") for entry in record["arms"])]
+    rows = [cells(entry, record["control"]["tensors"]) for entry in record["arms"]]
+    return [HEAD[i] for i in shown], [[row[i] for i in shown] for row in rows]
 
 
 def caption(record: Mapping[str, Any]) -> list[str]:
@@ -55,6 +77,9 @@ def caption(record: Mapping[str, Any]) -> list[str]:
     without = setting["operations_without_a_deterministic_kernel"]
     if without:
         lines.append(f"without a deterministic kernel: {', '.join(without)}; fused attention then sums in varying order, as in training")
+    if any(entry.get("moved") for entry in record["arms"]):
+        what = "optimizer step" if record["options"]["steps"] else "forward and backward"
+        lines.append(f"moved, stayed: of what its offload labels name, to the host and on the device, per {what}; auto at a share of 1")
     if record["options"]["plant"]:
         lines.append(f"planted error: what the replay of {record['options']['plant']} makes is off by one part in 128")
     lines += [f"note: {note}" for note in record["notes"]]
@@ -67,17 +92,18 @@ def terminal_table(record: Mapping[str, Any]) -> Table:
     from rich.text import Text
 
     table = Table(title=title(record), title_justify="left")
-    for index, name in enumerate(HEAD):
+    head, rows = _table(record)
+    for index, name in enumerate(head):
         table.add_column(name, justify="right" if index in (2, 4, 5, 6) else "left", overflow="fold")
-    for entry in record["arms"]:
-        bad = entry["outside"] or entry["status"] != "ok"
-        table.add_row(*[Text(cell) for cell in cells(entry, record["control"]["tensors"])], style="red" if bad else None)
+    for entry, row in zip(record["arms"], rows, strict=True):
+        table.add_row(*[Text(cell) for cell in row], style="red" if _bad(entry) else None)
     return table
 
 
 def markdown(record: Mapping[str, Any]) -> str:
     """The same table as Markdown, with the environment."""
-    rows = [HEAD, ["---"] * len(HEAD), *[cells(entry, record["control"]["tensors"]) for entry in record["arms"]]]
+    head, body = _table(record)
+    rows = [head, ["---"] * len(head), *body]
     lines = [f"# {record['name']}", "", title(record), ""]
     lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
     lines += ["", *[f"- {line}" for line in caption(record)]]

@@ -85,7 +85,7 @@ def kernel_setting(*, deterministic: bool, cuda: bool) -> Iterator[KernelSetting
             else:
                 plain(message, category, filename, lineno, file, line)
 
-        warnings.simplefilter("ignore", FreesNothingWarning)  # bytes are not what is looked at here
+        warnings.simplefilter("ignore", FreesNothingWarning)  # the table says what moved; of replays bytes are not looked at
         if deterministic:
             warnings.filterwarnings("always", message=_WARNED)
             warnings.showwarning = show

@@ -18,15 +18,18 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from .checks import check_types, check_values
+from .checks import check_given, check_types, check_values
 from .errors import UserError, nearest, one_line
-from .schema import SECTIONS, TOP, Recipe
+from .schema import FAMILY_FIELDS, SECTIONS, TOP, Recipe
 
 __all__ = ["Loaded", "load", "shipped", "to_yaml", "write_yaml"]
 
 _ENV = re.compile(r"\$\{oc\.env:[^{}]*\}")
 ALIASES = dict.fromkeys(("label", "labels", "recompute", "recompute_module", "recompute_modules", "activation_checkpointing"), "plan.arm")
 """Keys that other tools use for what this schema calls otherwise."""
+OFFLOADED = ("label", "labels", "fraction", "share", "offload", "offload_module", "offload_modules")
+"""Keys that would say what moves, and how much of it: the arm says that."""
+SAID_BY_THE_ARM = "what moves, and which share of it, is said by the arm: write plan.arm=offload:gdn_core_attn@0.5, or an arm of compare.arms"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,10 +55,11 @@ def load(name: str, overrides: Sequence[str] = ()) -> Loaded:
 
     Raises:
         UserError: no such recipe, a parse error (with line and column), an unknown key (with section and nearest key), a wrong type,
-            a value out of range or outside its closed list, an arm that does not exist.
+            a value out of range or outside its closed list, a field that the model's family does not have, an arm that does not exist.
     """
     path = _find(name)
-    config = OmegaConf.merge(_parse(path), _overrides(overrides))
+    written, overriding = _parse(path), _overrides(overrides)
+    config = OmegaConf.merge(written, overriding)
     assert isinstance(config, DictConfig)
     raw = OmegaConf.to_container(config, resolve=False)
     assert isinstance(raw, dict)
@@ -68,13 +72,22 @@ def load(name: str, overrides: Sequence[str] = ()) -> Loaded:
     merged = OmegaConf.to_container(OmegaConf.merge(OmegaConf.create(defaults), OmegaConf.create(raw)), resolve=False)
     plain = _resolve(merged, path)
     check_types(plain)
+    check_given({key: path.name if key in _model_keys(written) else "" for key in raw.get("model") or {}}, plain["model"], path.name)
     try:
         recipe = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Recipe), OmegaConf.create(plain)))
     except OmegaConfBaseException as error:
         raise UserError(f"{path}: {error.full_key}: {one_line(error)}") from None
     assert isinstance(recipe, Recipe)
     check_values(recipe)
-    return Loaded(name=path.stem, source=path, recipe=recipe, saved=_saved(merged, path))
+    saved = _saved(merged, path)
+    if recipe.model.path is None:  # so that it can be read again: defaults of what the family does not have are no part of it
+        saved["model"] = {key: value for key, value in saved["model"].items() if key in FAMILY_FIELDS[recipe.model.family]}
+    return Loaded(name=path.stem, source=path, recipe=recipe, saved=saved)
+
+
+def _model_keys(config: DictConfig) -> set[str]:
+    section = OmegaConf.to_container(config, resolve=False).get("model")  # type: ignore[union-attr]
+    return {str(key) for key in section} if isinstance(section, dict) else set()
 
 
 def write_yaml(saved: Mapping[str, Any], path: Path, header: str) -> None:
@@ -165,7 +178,8 @@ def _check_keys(raw: Mapping[Any, Any], path: Path | None) -> None:
         elif isinstance(values, Mapping):
             problems += [_explain(str(key), name, value) for key, value in values.items() if key not in SECTIONS[name]]
         elif values is not None:
-            raise UserError(f"{where}{name} is a section with keys {', '.join(SECTIONS[name])}; expected {name}.KEY=value, got {values!r}")
+            hint = f"; {SAID_BY_THE_ARM}" if name == "offload" else ""
+            raise UserError(f"{where}{name} is a section with keys {', '.join(SECTIONS[name])}; expected {name}.KEY=value, got {values!r}{hint}")
     if problems:
         raise UserError(where + "; ".join(problems))
 
@@ -174,6 +188,8 @@ def _explain(key: str, section: str | None, value: object) -> str:
     """One unknown key: where it stands, where it belongs, or which key is nearest."""
     homes = [name for name, keys in SECTIONS.items() if key in keys]
     place = f"key {key!r} in section {section!r}" if section else f"key {key!r} at the top"
+    if section and key in OFFLOADED and (section == "offload" or key.startswith("offload")):
+        return f"unknown {place}, got {value!r}: {SAID_BY_THE_ARM}. Keys of {section}: {', '.join(SECTIONS[section])}"
     if homes:
         return f"unknown {place}: {key!r} belongs in section {' or '.join(repr(h) for h in homes)}, write {' or '.join(f'{h}.{key}' for h in homes)}"
     if key.lower().replace("-", "_") in ALIASES:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = ["caption", "kernels_line", "markdown", "terminal_table", "title", "write_csv"]
+__all__ = ["caption", "kernels_line", "markdown", "retained_remark", "terminal_table", "title", "write_csv"]
 
 HEAD = (
     *("arm", "retained", "Δ", "peak allocated", "Δ", "step", "Δ paired [min, max]", "moved/step", "GB/s out, in", "stall", "pinned"),
@@ -64,6 +64,7 @@ def caption(result: Mapping[str, Any]) -> list[str]:
         lines.append("(allocator): what the whole model holds after a forward; the blocks' own share cannot be counted for these arms")
     if any(entry.get("offload") for entry in result["arms"]):
         lines.append("moved: to the host per optimizer step, of rank 0; stall: compute waited for copies; pinned: what the pool holds")
+        lines.append("retained of an arm that moves something: of its last step; @ after moved: the share of the bytes that auto settled on")
     lines += result["pareto"]["notes"]
     lines += [f"dominated, kernels {each['kernels']}: {each['label']}: {each['text']}" for each in result["pareto"]["advice"]]
     lines += [f"note: {note}" for note in result["notes"]]
@@ -80,7 +81,7 @@ def cells(entry: Mapping[str, Any]) -> list[str]:
     counted = entry["retained_bytes"] is not None or entry["retained_mib"] is None
     return [
         entry["arm"],
-        _bytes(entry["retained_bytes"]) if counted else f"{entry['retained_mib']:.2f} MiB (allocator)",
+        _bytes(entry["retained_bytes"]) + retained_remark(entry) if counted else f"{entry['retained_mib']:.2f} MiB (allocator)",
         "" if control else _delta(entry["retained_delta_pct"] if counted else entry["retained_mib_delta_pct"]),
         NOT_KNOWN if entry["peak_allocated_mib"] is None else f"{entry['peak_allocated_mib']:.1f} MiB",
         "" if control else _delta(entry["peak_delta_pct"]),
@@ -93,6 +94,22 @@ def cells(entry: Mapping[str, Any]) -> list[str]:
     ]
 
 
+def retained_remark(entry: Mapping[str, Any]) -> str:
+    """What to know of `retained_bytes` of an arm (or of its record) that moves something; empty if nothing."""
+    moved = entry.get("offload") or {}
+    if entry.get("retained_of", moved.get("retained_of")) == "first forward":
+        return ", first forward"
+    return ", share not settled" if moved.get("asked") == "auto" and not moved["settled"] else ""
+
+
+def _share(figures: Mapping[str, Any]) -> str:
+    """The share of the bytes where `auto` chose it, over the rounds."""
+    share = figures.get("share")
+    if figures.get("asked") != "auto" or not share:
+        return ""
+    return f" @{share['min']:.2g}" + (f" to {share['max']:.2g}" if share["max"] != share["min"] else "")
+
+
 def _offload(figures: Mapping[str, Any] | None) -> list[str]:
     """The columns of an arm that moves something; empty for one that does not."""
     if figures is None:
@@ -100,7 +117,7 @@ def _offload(figures: Mapping[str, Any] | None) -> list[str]:
     full = f", {figures['fallbacks']:g} stayed" if figures["fallbacks"] else ""
     rates = ", ".join(NOT_KNOWN if figures[way] is None else f"{figures[way]:.1f}" for way in ("out_gb_s", "in_gb_s"))
     stall = NOT_KNOWN if figures["stall_ms"] is None else f"{figures['stall_ms']:.1f} ms"
-    return [f"{figures['out_mib']:.1f} MiB{full}", rates, stall, f"{figures['pinned_held_mib']:.1f} MiB"]
+    return [f"{figures['out_mib']:.1f} MiB{_share(figures)}{full}", rates, stall, f"{figures['pinned_held_mib']:.1f} MiB"]
 
 
 def _table(result: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:

@@ -14,6 +14,7 @@ from typing import Any
 __all__ = [
     "AT_MOST",
     "CHOICES",
+    "FAMILY_FIELDS",
     "POSITIVE",
     "CompareConfig",
     "DataConfig",
@@ -33,7 +34,7 @@ class ModelConfig:
 
     family: str = "qwen3_5"
     """What is built when `path` is not given: `qwen3_5` (dense hybrid), `qwen3_next` (hybrid with mixture of experts), or `gdn_stack`
-    (Gated DeltaNet layers only, no MLP; of the sizes below it uses `hidden_size`, `num_hidden_layers`, `linear_*` and the vocabulary's)."""
+    (Gated DeltaNet layers only, no MLP, no attention). A field that the family does not have (`FAMILY_FIELDS`) is an error."""
     path: str | None = None
     """Local folder written by `save_pretrained`; then the sizes below are ignored, the folder's own are used. Nothing is downloaded."""
     hidden_size: int = 1024
@@ -220,6 +221,19 @@ CHOICES: dict[str, tuple[str, ...]] = {
 }
 """Closed lists of names, by dotted key."""
 
+_EVERY_FAMILY = (
+    "family hidden_size num_hidden_layers linear_num_key_heads linear_num_value_heads linear_key_head_dim linear_value_head_dim "
+    "linear_conv_kernel_dim vocab_size tie_word_embeddings dtype keep_fp32"
+).split()
+_HYBRIDS = "path intermediate_size full_attention_interval num_attention_heads num_key_value_heads head_dim attn_implementation".split()
+_EXPERTS = "num_experts num_experts_per_tok moe_intermediate_size shared_expert_intermediate_size mlp_only_layers".split()
+FAMILY_FIELDS: dict[str, frozenset[str]] = {
+    "qwen3_5": frozenset((*_EVERY_FAMILY, *_HYBRIDS)),
+    "qwen3_next": frozenset((*_EVERY_FAMILY, *_HYBRIDS, *_EXPERTS)),
+    "gdn_stack": frozenset(_EVERY_FAMILY),
+}
+"""By family the fields of `ModelConfig` that have a meaning for it."""
+
 POSITIVE: dict[str, float] = {
     **dict.fromkeys(
         (
@@ -232,11 +246,6 @@ POSITIVE: dict[str, float] = {
         1,
     ),
     "data.seq_len": 2,
-    "offload.min_bytes": 0,
-    "offload.max_pinned_gib": 0.0,
-    "offload.resident_last_blocks": 0,
-    "offload.prefetch_blocks": 1,
-    "offload.release_blocks": 0,
     "trainer.val_every": 0,
     "trainer.seed": 0,
     "data.seed": 0,
@@ -245,14 +254,14 @@ POSITIVE: dict[str, float] = {
     "trainer.grad_clip": 0.0,
     "monitor.warmup_steps": 0,
 }
-"""Smallest value allowed, by dotted key. Two tokens are the least that has a next token to predict."""
+"""Smallest value allowed, by dotted key (of `offload` see `offload_config.field_problem`). Two tokens are the least that has a next token to
+predict."""
 
 
 AT_MOST: dict[str, int] = {
     **{key: 2**31 - 1 for key, least in POSITIVE.items() if type(least) is int},
     "trainer.seed": 2**63 - 1,
     "data.seed": 2**63 - 1,
-    "offload.min_bytes": 2**63 - 1,
     "trainer.num_threads": max(256, 4 * (os.cpu_count() or 1)),
 }
 """Largest value allowed, by dotted key: what a 32-bit size or torch's generators take. More threads than that end OpenMP with a crash; a

@@ -165,6 +165,7 @@ class Engine:
                 if forward is not None:
                     self._release(forward, forward.last + 1)  # it ended early
                 self._passes += 1
+                self._recorder.add("forwards")
                 forward = self._threads.forward = _Pass(self._passes, self.fraction)
             forward.last = index
             return Block(self, forward, index, count)

@@ -63,6 +63,8 @@ class StepStatistics:
     """From the first block's backward to the start of the last one's."""
     timed_eligible_bytes: int = 0
     """The eligible bytes of the passes that `forward_ms` is the time of."""
+    forwards: int = 0
+    """Forward passes begun: micro-batches, each with gradients."""
 
     def without_times(self) -> StepStatistics:
         """The counts alone."""
@@ -78,6 +80,16 @@ class StepStatistics:
             timed_bytes_in=0,
             timed_eligible_bytes=0,
         )
+
+    @property
+    def stayed(self) -> dict[str, int]:
+        """Bytes that the labels named and that stayed on the device, by reason: those of `skipped`, and `pool full` (`max_pinned_gib`)."""
+        return {**self.skipped, **({"pool full": self.fallback_bytes} if self.fallback_bytes else {})}
+
+    @property
+    def offered_bytes(self) -> int:
+        """All that the labels named, moved or not: equal for equal shapes, whatever the share and the pool."""
+        return self.bytes_out + sum(self.stayed.values())
 
     @property
     def out_gb_s(self) -> float | None:
@@ -106,16 +118,16 @@ class StepStatistics:
 
 
 def merged(parts: Sequence[StepStatistics]) -> StepStatistics | None:
-    """The same step of several engines: sums, and the smallest fraction. None of no engine."""
+    """The same step of several engines, each with blocks of the same passes: sums, and the smallest fraction. None of no engine."""
     if len(parts) < 2:
         return parts[0] if parts else None
     rows = [asdict(part) for part in parts]
-    total: dict[str, Any] = {name: sum(row[name] for row in rows) for name in rows[0] if name not in ("fraction", "skipped")}
+    total: dict[str, Any] = {name: sum(row[name] for row in rows) for name in rows[0] if name not in ("fraction", "skipped", "forwards")}
     skipped: dict[str, int] = {}
     for row in rows:
         for reason, nbytes in row["skipped"].items():
             skipped[reason] = skipped.get(reason, 0) + nbytes
-    return StepStatistics(fraction=min(part.fraction for part in parts), skipped=skipped, **total)
+    return StepStatistics(fraction=min(part.fraction for part in parts), forwards=max(part.forwards for part in parts), skipped=skipped, **total)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,10 +197,21 @@ class Recorder:
         counts, self.counts = self.counts, {}
         skipped, self.skipped = self.skipped, {}
         peak, pool.step_peak = pool.step_peak, pool.in_use
-        numbers = ("bytes_out", "bytes_in", "copies_out", "copies_in", "late", "from_source", "eligible_bytes", "fallbacks", "fallback_bytes")
+        numbers = (
+            "forwards",
+            "bytes_out",
+            "bytes_in",
+            "copies_out",
+            "copies_in",
+            "late",
+            "from_source",
+            "eligible_bytes",
+            "fallbacks",
+            "fallback_bytes",
+        )
         return StepStatistics(
             fraction=fraction,
-            **{name: counts.get(name, 0) for name in (*numbers, "prefetch_oom")},
+            **{name: counts.get(name, 0) for name in (*numbers, "prefetch_oom", "forwards")},
             skipped=skipped,
             pinned_held=pool.held,
             pinned_in_use=pool.in_use,

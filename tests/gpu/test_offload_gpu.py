@@ -229,6 +229,28 @@ def test_an_out_of_memory_error_that_is_caught_leaves_no_buffer_in_use(model: nn
         statistics_of(applied)
 
 
+@pytest.mark.never_run_on_a_gpu
+def test_retained_of_the_last_step_follows_the_allocator(model: nn.Module, data: list[Tensor]) -> None:
+    """The share goes down after the first forward: what is held more by the allocator is what `retained_bytes` says more."""
+    gradients(model, data[0])
+    with apply_plan(model, arm("offload:gdn_core_attn+offload:mlp")) as applied:
+        gradients(model, data[0])
+        statistics_of(applied)
+        engine = engine_of(applied)
+        told, held = list[int](), list[int]()
+        for share in (1.0, 0.5, 0.0):
+            engine.fraction = share
+            for _ in range(2):
+                _, now, _ = gradients(model, data[0])
+                statistics_of(applied)
+            assert applied.retained_of == "last step"
+            told.append(applied.retained_bytes or 0)
+            held.append(now)
+    assert told[0] < told[1] < told[2]
+    for one, other in ((0, 1), (1, 2)):
+        assert abs((held[other] - held[one]) - (told[other] - told[one])) <= 0.01 * told[2]
+
+
 def test_the_stack_with_its_fused_kernels() -> None:
     torch.manual_seed(0)
     stack = GDNStack(num_layers=6).cuda().to(torch.bfloat16)

@@ -30,7 +30,11 @@ TINY_NEXT = TINY.replace(
     "model:\n  family: qwen3_next\n  num_experts: 6\n  num_experts_per_tok: 2\n  moe_intermediate_size: 16\n"
     "  shared_expert_intermediate_size: 16\n  mlp_only_layers: [1]\n",
 )
-TINY_STACK = TINY.replace("model:\n", "model:\n  family: gdn_stack\n")
+TINY_STACK = "".join(
+    line
+    for line in TINY.replace("model:\n", "model:\n  family: gdn_stack\n").splitlines(keepends=True)
+    if line.split(":")[0].strip() not in ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+)
 FAMILIES = {"qwen3_5": TINY, "qwen3_next": TINY_NEXT, "gdn_stack": TINY_STACK}
 """A tiny recipe of each family."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import types
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from lightning_gdn.bench.labels_table import predict
 from lightning_gdn.bench.module import build_model, fused_loss, make_module, meta_model, parameter_dtype
 from lightning_gdn.bench.recipes import Loaded, load, shipped
 from lightning_gdn.bench.records import read_json
+from lightning_gdn.bench.schema import FAMILY_FIELDS, SECTIONS
 from lightning_gdn.bench.stack import StackLM
 from lightning_gdn.cli import main
 from lightning_gdn.inspection import inspect_model
@@ -92,6 +94,36 @@ def test_a_shipped_recipe_retains_what_is_predicted(name: str) -> None:
     prediction = predict(loaded, arms)
     measured = {arm: run_arm(loaded.recipe, loaded.saved, arm)["retained_bytes"] for arm in arms}
     assert measured == {arm: prediction.retained_bytes[arm] for arm in arms}
+
+
+OTHER_VALUES: dict[str, Any] = {
+    **dict.fromkeys(("num_hidden_layers", "linear_num_value_heads", "num_experts", "moe_intermediate_size", "shared_expert_intermediate_size"), 8),
+    **dict.fromkeys(("num_attention_heads", "linear_num_key_heads"), 4),
+    **dict.fromkeys(("full_attention_interval", "num_key_value_heads"), 2),
+    **dict.fromkeys(("hidden_size", "intermediate_size", "head_dim", "linear_key_head_dim", "linear_value_head_dim", "vocab_size"), 512),
+    **dict.fromkeys(("tie_word_embeddings", "keep_fp32"), False),
+    "linear_conv_kernel_dim": 3,
+    "num_experts_per_tok": 1,
+    "mlp_only_layers": [0],
+    "dtype": "float32",
+    "attn_implementation": "eager",
+}
+
+
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_the_fields_of_a_family_are_those_that_change_its_model(family: str, tmp_path: Path) -> None:
+    recipe = loaded_of(tmp_path, FAMILIES[family], "trainer.precision=bf16-true").recipe
+
+    def built(**changes: Any) -> Any:
+        model = meta_model(replace(recipe, model=replace(recipe.model, **changes)))
+        shapes = {name: (tuple(p.shape), p.dtype) for name, p in model.named_parameters()}
+        config: Any = getattr(model, "config", None)
+        return shapes, config and config.to_dict(), config and config._attn_implementation
+
+    plain = built()
+    assert OTHER_VALUES.keys() == SECTIONS["model"].keys() - {"family", "path"}
+    reacts = {name for name, value in OTHER_VALUES.items() if built(**{name: value}) != plain}
+    assert reacts == FAMILY_FIELDS[family] - {"family", "path"}
 
 
 def test_dense_blocks_among_experts(tmp_path: Path) -> None:

@@ -88,7 +88,7 @@ def test_an_offload_label_in_every_spelling(name: str) -> None:
         {"recompute": [f"offload:{name}@0.5", *recompute]},
     ):
         assert select(**asked).offload == half, asked  # type: ignore[arg-type]
-    assert select(recompute, offload=()).offload is select(recompute, offload="").offload is None
+    assert select(recompute, offload=()).offload is select(recompute, offload=[]).offload is None
 
 
 def test_several_offload_labels_in_one_arm_have_one_share() -> None:
@@ -108,19 +108,12 @@ def test_several_offload_labels_in_one_arm_have_one_share() -> None:
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ({"offload": ["gdn_coreattn"]}, "offload.labels: unknown label 'gdn_coreattn' (did you mean 'gdn_core_attn'?)"),
-        ({"recompute": "offload:mpl"}, "offload.labels: unknown label 'mpl' (did you mean 'mlp'?)"),
-        ({"recompute": "offload:mlp@2"}, "offload.fraction: expected a number from 0 to 1"),
-        ({"recompute": "offload:mlp@"}, "expected one share of the bytes from 0 to 1, or auto, after a label, got ''"),
         ({"recompute": "offload:gdn_core_attn+mlp@0.5"}, "in an arm write offload:mlp@0.5"),
-        ({"recompute": "offload:mlp", "offload": ["mlp"]}, "offload is given twice: as 'offload:mlp' among the labels and as offload=['mlp']"),
-        ({"offload": 3}, "offload: expected a label, a list of labels or an OffloadConfig, got 3"),
-        ({"offload": [3]}, "offload: expected a label, a list of labels or an OffloadConfig, got [3]"),
         ({"recompute": "mlp", "offload": "block_input"}, "offload label 'block_input' needs whole-block recompute, got labels ['mlp']"),
         ({"recompute": "none+offload:mlp"}, "'none' is the control and cannot be combined"),
     ],
 )
-def test_offload_misspelt(asked: dict[str, Any], message: str) -> None:
+def test_offload_where_it_cannot_be(asked: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)) as error:
         select(**asked)
     assert not isinstance(error.value, UnavailableLabelError)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import math
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -128,14 +129,98 @@ def test_every_label_is_bit_equal(family: str, precision: str, tmp_path: Path) -
     assert torch.get_deterministic_debug_mode() == 0
 
 
+MOVING = "offload.min_bytes=0"
+
+
 def test_arms_that_move_are_bit_equal_and_move_by_the_recipes_section(tmp_path: Path) -> None:
-    arms = ["offload:gdn_core_attn+offload:mlp", "gdn_conv+offload:gdn_norm_out", "full+offload:block_input"]
-    code, record = run(tmp_path, "--arms", ",".join(arms), SHORT, "offload.min_bytes=0")
+    arms = ["offload:gdn_core_attn+offload:mlp", "gdn_conv+offload:gdn_norm_out@0.5", "full+offload:block_input", "gdn_conv", "save_on_cpu"]
+    code, record = run(tmp_path, "--arms", ",".join(arms), MOVING)
     assert code == 0, record["problems"]
     assert [(entry["arm"], entry["verdict"]) for entry in record["arms"]] == [(arm, "bit-equal") for arm in arms]
     model = torch.nn.ModuleList([tiny_qwen3_5(num_hidden_layers=1)])
     with open_arm(model, "offload:mlp", "stock", OffloadSection(min_bytes=77, max_pinned_gib=2.0)) as applied:
         assert (applied.engines.config.min_bytes, applied.engines.config.max_pinned_gib, applied.engines.config.labels) == (77, 2.0, ("mlp",))
+    both, half, inputs, plain, rival = (entry["moved"] for entry in record["arms"])
+    assert plain is rival is None
+    hidden = 2 * 33 * 32 * 4  # a block's input [2, 33, 32] in fp32
+    assert inputs == {"bytes_per_step": 3 * hidden, "share": 1.0, "stayed_bytes_per_step": {"resident": hidden}, "unmoved_labels": []}
+    assert 0 < half["bytes_per_step"] <= half["stayed_bytes_per_step"]["budget"], "half of the bytes, or what of it whole storages can be"
+    assert both["bytes_per_step"] > half["bytes_per_step"]
+    text = (tmp_path / "out" / "parity.md").read_text(encoding="utf-8")
+    assert text == markdown(record)
+    rows = {line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")] for line in text.splitlines() if line.startswith("| ")}
+    assert rows["arm"][-4:-1] == ["replayed", "moved/step", "stayed/step"]
+    assert rows["full+offload:block_input"][-3:-1] == ["24.8 KiB", "resident 8.2 KiB"]
+    assert rows["gdn_conv"][-4:-1] == ["conv 3, prep 3", "-", "-"]
+    assert rows["save_on_cpu"][-4:-1] == ["-", "-", "-"]
+    assert "moved/step" not in markdown({**record, "arms": [{**entry, "moved": None} for entry in record["arms"]]})
+
+
+@pytest.mark.parametrize(
+    ("arm", "overrides", "why"),
+    [
+        ("offload:gdn_core_attn", (), "stayed per step: min_bytes 0.00; write offload.min_bytes=0, or compare with larger sizes"),
+        ("gdn_conv+offload:mlp@auto", (), "write offload.min_bytes=0"),
+        ("offload:core_attn", (MOVING,), "stayed per step: resident 0.00; write offload.resident_last_blocks=0"),
+        ("offload:gdn_core_attn+offload:core_attn", ("offload.resident_last_blocks=4", MOVING), "write offload.resident_last_blocks=0"),
+        ("offload:gdn_core_attn", (MOVING, "offload.max_pinned_gib=0"), "pool full 0.00; write offload.max_pinned_gib=null"),
+        ("offload:mlp@0.000001", (MOVING,), "budget 0.00, resident 0.00; write offload.resident_last_blocks=0 a larger share after @"),
+        ("full+offload:gdn_core_attn", (MOVING,), "its labels name nothing that this plan keeps: what a recompute label replays is not there"),
+    ],
+)
+def test_an_arm_that_was_to_move_something_and_moved_nothing_is_no_pass(
+    arm: str, overrides: tuple[str, ...], why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, record = run(tmp_path, "--arms", f"gdn_conv,{arm}", *overrides)
+    assert code == 1
+    other, entry = record["arms"]
+    assert (other["verdict"], entry["verdict"]) == ("bit-equal", "moved nothing")
+    assert (entry["moved"]["bytes_per_step"], entry["outside"], entry["differing"]) == (0, 0, 0)
+    assert len(record["problems"]) == 1
+    problem = re.sub(r"[\d.]+ (B|KiB|MiB)", "0.00", record["problems"][0])
+    assert problem.startswith(f"{arm}: moved nothing to the host, so that it proves nothing about moving; ")
+    assert why in problem
+    out = capsys.readouterr().out
+    assert "MOVED NOTHING" in out
+    assert f"PROBLEM: {arm}: moved nothing" in " ".join(out.split())
+    assert f"| {arm} | MOVED NOTHING |" in (tmp_path / "out" / "parity.md").read_text(encoding="utf-8")
+
+
+def test_a_share_of_zero_and_a_label_without_bytes_are_noted(tmp_path: Path) -> None:
+    code, record = run(tmp_path, "--arms", "offload:mlp@0,offload:gdn_core_attn+offload:core_attn", MOVING)
+    assert code == 0
+    assert [entry["verdict"] for entry in record["arms"]] == ["bit-equal", "bit-equal"]
+    assert record["notes"][0] == "offload:mlp@0: moves nothing by its share of 0, as the control"
+    assert record["notes"][1].startswith(
+        "offload:gdn_core_attn+offload:core_attn: nothing of core_attn moved, of which it proves nothing; stayed per step"
+    )
+    assert record["arms"][1]["moved"]["unmoved_labels"] == ["core_attn"]
+
+
+def test_what_moved_is_per_step_and_of_the_compared_runs(tmp_path: Path) -> None:
+    found = {}
+    for name, argv in {
+        "one": (),
+        "steps": ("--steps", "2"),
+        "micro": ("--micro-batches", "3"),
+        "both": ("--steps", "2", "--micro-batches", "2"),
+    }.items():
+        (tmp_path / name).mkdir()
+        code, record = run(tmp_path / name, "--arms", "offload:mlp@auto", MOVING, *argv)
+        assert code == 0, record["problems"]
+        found[name] = record["arms"][0]["moved"]
+        assert found[name]["share"] == 1.0, "auto is compared where it starts, which moves most, and not as a clock decides"
+    assert [each["bytes_per_step"] / found["one"]["bytes_per_step"] for each in found.values()] == [1, 1, 3, 2]
+    assert [each["stayed_bytes_per_step"]["resident"] / found["one"]["stayed_bytes_per_step"]["resident"] for each in found.values()] == [1, 1, 3, 2]
+
+
+def test_an_error_in_an_arm_that_moved_nothing_is_outside_first(tmp_path: Path) -> None:
+    code, record = run(tmp_path, "--arms", "gdn_conv+offload:mlp", "--plant", "conv@1")
+    assert code == 1
+    assert record["arms"][0]["verdict"] == "outside"
+    outside, nothing = record["problems"]
+    assert "tensors are outside; first in backward: model.layers.1" in outside
+    assert "gdn_conv+offload:mlp: moved nothing to the host" in nothing
 
 
 def test_optimizer_steps_and_micro_batches(tmp_path: Path) -> None:

@@ -10,8 +10,9 @@ import pytest
 
 from lightning_gdn.bench.errors import UserError
 from lightning_gdn.bench.recipes import load, shipped, to_yaml, write_yaml
-from lightning_gdn.bench.schema import AT_MOST, CHOICES, POSITIVE, SECTIONS, TOP, Recipe
-from tests.unit.bench_support import tiny_recipe
+from lightning_gdn.bench.schema import AT_MOST, CHOICES, FAMILY_FIELDS, POSITIVE, SECTIONS, TOP, Recipe
+from lightning_gdn.cli import main
+from tests.unit.bench_support import FAMILIES, tiny_recipe
 
 
 def complain(*overrides: str, recipe: str = "demo_cpu") -> str:
@@ -98,7 +99,6 @@ def test_h24_wrong_types(override: str, parts: tuple[str, ...]) -> None:
         ("trainer.loss=fused_linear_cross_entropy", ("trainer.loss", "GPU only", "trainer.accelerator is cpu", "trainer.loss=cross_entropy")),
         ("trainer.loss=fused_cross_entropy", ("trainer.loss", "did you mean 'fused_linear_cross_entropy'")),
         ("model.family=qwen3_nxt", ("model.family", "gdn_stack", "did you mean 'qwen3_next'")),
-        ("model.mlp_only_layers=[0]", ("model.mlp_only_layers", "qwen3_5 has no experts", "qwen3_next")),
         ("data.seq_len=1", ("data.seq_len", "at least 2", "1")),
         ("trainer.max_steps=0", ("trainer.max_steps", "at least 1")),
         ("trainer.max_steps=2", ("monitor.warmup_steps", "trainer.max_steps=2")),
@@ -113,7 +113,6 @@ def test_h24_wrong_types(override: str, parts: tuple[str, ...]) -> None:
         ("model.num_key_value_heads=3", ("model.num_key_value_heads", "divisor")),
         ("model.linear_num_value_heads=6", ("model.linear_num_value_heads", "multiple")),
         ("plan.arm=gdn_cnv", ("plan.arm", "'gdn_cnv'", "'gdn_conv'")),
-        ("plan.arm=offload:gdn_core_attn@1.5", ("plan.arm", "offload.fraction", "from 0 to 1", "1.5")),
         ("offload.prefetch_blocks=0", ("offload.prefetch_blocks", "at least 1", "0")),
         ("offload.min_byte=0", ("offload.min_bytes",)),
         ("compare.arms=[none,fulll]", ("compare.arms", "'fulll'")),
@@ -140,6 +139,53 @@ def test_fields_of_one_family(overrides: tuple[str, ...], parts: tuple[str, ...]
     message = complain(*overrides)
     for part in parts:
         assert part in message, message
+
+
+OTHER_VALUES = {"path": "somewhere", "dtype": "bfloat16", "attn_implementation": "eager", "mlp_only_layers": [0], "tie_word_embeddings": False}
+FOREIGN = [(family, name) for family, fields in FAMILY_FIELDS.items() for name in SECTIONS["model"] if name not in fields]
+
+
+@pytest.mark.parametrize(("family", "name"), FOREIGN)
+def test_a_field_that_the_family_does_not_have_is_an_error(family: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whatever its value, be it the default, and whoever gives it."""
+    recipe = tiny_recipe(tmp_path, FAMILIES[family])
+    default = getattr(Recipe().model, name)
+    for value in (OTHER_VALUES.get(name, 4), *([] if default is None else [default])):
+        told = complain(f"model.{name}={value}", recipe=str(recipe))
+        assert told.startswith(f"model.{name}: {family} has "), told
+        assert f"got {value!r}" in told
+        assert "leave" in told
+        if name != "path":  # that one is no field of a random model at all
+            assert told.endswith(f"Fields of {family}: {', '.join(key for key in SECTIONS['model'] if key in FAMILY_FIELDS[family])}")
+            assert "or write model.family=qwen3_next. " in told
+            given = write(tmp_path, FAMILIES[family].replace("model:\n", f"model:\n  {name}: {value}\n"))
+            assert complain(recipe=given) == told.replace("leave it out", "take it out of mine.yaml")
+        assert main(["validate", str(recipe), f"model.{name}={value}"]) == 2
+        assert capsys.readouterr().err == f"lightning-gdn: {told}\n"
+
+
+def test_a_file_of_another_family_than_the_command_line_says(tmp_path: Path) -> None:
+    message = complain("model.family=gdn_stack", "model.num_experts=4")
+    assert "model.intermediate_size, " in message
+    assert "model.num_experts: gdn_stack has no such fields, got 384, " in message
+    assert "leave them out, also of demo_cpu.yaml, or write model.family=qwen3_next." in message
+    assert "take them out of demo_cpu.yaml" in complain("model.family=gdn_stack")
+    assert load(write(tmp_path, "model: {path: null, family: gdn_stack}\n")).recipe.model.family == "gdn_stack", "null is what there is without it"
+
+
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_a_saved_recipe_is_read_again_and_has_the_fields_of_its_family(family: str, tmp_path: Path) -> None:
+    loaded = load(str(tiny_recipe(tmp_path, FAMILIES[family])))
+    assert set(loaded.saved["model"]) == FAMILY_FIELDS[family]
+    write_yaml(loaded.saved, tmp_path / "saved.yaml", "again")
+    again = load(str(tmp_path / "saved.yaml"))
+    assert (again.recipe, again.saved) == (loaded.recipe, loaded.saved)
+
+
+def test_a_saved_model_has_sizes_of_its_own(tmp_path: Path) -> None:
+    loaded = load("qwen3_5_4b", [f"model.path={tmp_path}"])
+    write_yaml(loaded.saved, tmp_path / "saved.yaml", "again")
+    assert load(str(tmp_path / "saved.yaml")).recipe == loaded.recipe
 
 
 def test_a_recipe_offers_the_kernels_that_there_are() -> None:

@@ -380,7 +380,7 @@ def test_unknown_options_and_values_are_refused_at_once() -> None:
         GDNRecomputeStrategy("auto", memory_budget="70GiB")
     with pytest.raises(ValueError, match="memory_budget=5 needs the planner"):
         GDNRecomputeStrategy(PLAN, memory_budget=5)
-    with pytest.raises(ValueError, match=r"offload.labels: unknown label 'gdn_core'"):
+    with pytest.raises(ValueError, match=r"offload=\['gdn_core'\]: unknown offload label 'gdn_core'"):
         GDNRecomputeStrategy(PLAN, offload=["gdn_core"])
     with pytest.raises(ValueError, match="only apply to 'full'"):
         GDNRecomputeStrategy(PLAN, num_layers=2)
