@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import random
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 # Before torch, transformers or wandb is imported by any test module; subprocesses started by tests inherit all of it.
 os.environ["OMP_NUM_THREADS"] = "1"  # workers share two cores; more threads than cores make every test slower, and times vary
@@ -67,3 +71,16 @@ def _isolated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def repo_root() -> Path:
     """Top of the source tree."""
     return ROOT
+
+
+@pytest.fixture(scope="module")
+def bench(repo_root: Path) -> Iterator[Callable[[str], Any]]:
+    """Imports a script of benchmarks/ by its name, as the scripts import each other."""
+    folder = repo_root / "benchmarks"
+    sys.path.insert(0, str(folder))
+    try:
+        yield importlib.import_module
+    finally:
+        sys.path.remove(str(folder))
+        for path in folder.glob("*.py"):
+            sys.modules.pop(path.stem, None)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import copy
-import importlib
 import json
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,30 +17,6 @@ import torch
 
 Rows = list[dict[str, Any]]
 FULL, AUTO, BOTH = "offload:gdn_core_attn", "offload:gdn_core_attn@auto", "gdn_norm_out+offload:gdn_core_attn"
-MODULES = (
-    "fingerprints",
-    "offload_matrix",
-    "offload_models",
-    "offload_pairs",
-    "offload_trace",
-    "offload_verdicts",
-    "offload_worker",
-    "processes",
-    "rounds",
-)
-
-
-@pytest.fixture(scope="module")
-def bench() -> Iterator[Callable[[str], Any]]:
-    """Imports a script of benchmarks/ by its name, as the scripts import each other."""
-    folder = str(Path(__file__).resolve().parents[2] / "benchmarks")
-    sys.path.insert(0, folder)
-    try:
-        yield importlib.import_module
-    finally:
-        sys.path.remove(folder)
-        for name in MODULES:
-            sys.modules.pop(name, None)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.bool], ids=str)
