@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager
 
 __all__ = ["GRACE_S", "BoundedExit", "bounded_exit", "end"]
 
@@ -36,23 +36,24 @@ class BoundedExit:
     def __init__(self, limit_s: float) -> None:
         self.failed, self._limit_s, self._done = False, limit_s, False
 
-    @contextmanager
+    @contextlib.contextmanager
     def surrounding(self) -> Generator[None]:
         """Exit handlers run last in, first out: `_begin` before those that are registered here, `_end` after them. Once per process."""
-        once = not self._done and hasattr(signal, "SIGALRM")  # not on Windows, where there is no NCCL either
-        self._done = True
-        if once:
-            atexit.register(self._end)
+        if self._done or not hasattr(signal, "SIGALRM"):  # Windows has none, and no NCCL either
+            yield
+            return
+        atexit.register(self._end)
         yield
-        if once:
-            atexit.register(self._begin)
+        atexit.register(self._begin)
+        self._done = True
 
     def _begin(self) -> None:
         if self.failed:
-            sys.stdout.flush()  # what was printed would be lost
-            sys.stderr.flush()
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.setitimer(signal.ITIMER_REAL, self._limit_s)
+            for stream in (sys.stdout, sys.stderr):  # what was printed would be lost
+                with contextlib.suppress(ValueError, OSError, AttributeError):  # closed, gone, or None
+                    stream.flush()
 
     def _end(self) -> None:
         if self.failed:

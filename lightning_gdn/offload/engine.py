@@ -179,7 +179,9 @@ class Engine:
                 self._end(task)
             statistics = self._recorder.snapshot(self.pool, self.fraction)
         if self.auto is not None:
-            self.fraction = self.auto.observe(statistics)
+            before, self.fraction = self.fraction, self.auto.observe(statistics)
+            if self.fraction < before:
+                self.close()  # the smaller share pins what it needs, once; what the larger one needed is the machine's again
         return statistics
 
     @property

@@ -73,6 +73,20 @@ def test_other_exit_handlers_take_their_time(first: bool) -> None:
     assert set(done.stdout.split()) == {"said", "destroyed", "uploaded"}
 
 
+@pytest.mark.parametrize(
+    "before",
+    [
+        "try:\n    with bound.surrounding(): raise OSError('no rendezvous')\nexcept OSError: pass",  # the next attempt succeeds
+        "import sys; print('said'); sys.stdout.close(); print = lambda *_: None",
+        "import sys; sys.stdout = None; print = lambda *_: None",
+    ],
+    ids=["retried", "stdout-closed", "no-stdout"],
+)
+def test_the_bound_holds_whatever_happened_before(before: str) -> None:
+    done = leave(f"{before}\nwith bound.surrounding(): atexit.register(time.sleep, 60)")
+    assert done.returncode == -signal.SIGALRM
+
+
 def test_an_exit_without_a_failure_is_not_bounded() -> None:
     done = leave("with bound.surrounding(): atexit.register(time.sleep, 1.5)\nbound.failed = False")
     assert done.returncode == 1
