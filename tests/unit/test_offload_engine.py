@@ -397,8 +397,8 @@ def test_auto_settles_where_the_copies_hide(tasks: dict[str, Any]) -> None:
     assert history[0].stall_ms > 40
     assert history[-1].stall_ms < 0.01 * (history[-1].forward_ms + history[-1].backward_ms)
     assert history[-1].bytes_out <= engine.fraction * history[-1].eligible_bytes
-    assert history[4].pinned_held == history[0].bytes_out, "the whole share"
-    assert history[-1].pinned_held == history[-1].bytes_out, "what it settled on, the rest is the machine's again"
+    assert history[4].pinned_held == 4096 * history[4].copies_out, "the whole share, a page for each"
+    assert history[-1].pinned_held == 4096 * history[-1].copies_out < history[4].pinned_held, "what it settled on, the rest is the machine's again"
 
 
 def test_auto_needs_times() -> None:
