@@ -86,7 +86,7 @@ def judge(rounds: Mapping[str, Sequence[Mapping[str, Any]]], blocks: int, kernel
     for point in pareto["points"]:
         ratio = point["ratio"]
         arms[point["arm"]] |= {"line_ratio": None if ratio is None else round(ratio, 3), "dominated_by": point["dominated_by"]}
-    return {"arms": arms, "control_spread_pct": pareto["spread"], "notes": pareto["notes"]}
+    return {"rounds": len(control), "arms": arms, "control_spread_pct": pareto["spread"], "notes": pareto["notes"]}
 
 
 def print_table(judged: Mapping[str, Any]) -> None:

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The tables of docs/targets.md, one command each, on one otherwise idle GPU: five alternating rounds, records into OUT.
+# The tables of recompute in docs/targets.md, one command each, on one otherwise idle GPU: five alternating rounds, records into OUT.
 #
 #   benchmarks/tables.sh OUT [TABLE ...]       TABLE: segments stack stack_2048 whole_16384 whole_4096 4b profile host; default: all
 #
@@ -34,7 +34,7 @@ for name in ${*:-stack whole_16384 stack_2048 segments profile whole_4096 4b hos
         whole_16384) table "$name" benchmarks/whole_model.py --seq 16384 --warm 1 --steps 2 --arms "$STOCK,$FUSED" --seconds "$limit" ;;
         whole_4096) table "$name" benchmarks/whole_model.py --seq 4096 --micro-batches 4 --warm 1 --steps 2 --arms "$STOCK,$FUSED" --seconds "$limit" ;;
         4b) table "$name" benchmarks/whole_model.py --recipe qwen3_5_4b --seq 8192 --warm 1 --steps 2 --arms "$FUSED" --seconds "$limit" ;;
-        profile) table "$name" benchmarks/profile_check.py gdn_stack_20 --steps 2 ;;
+        profile) table "$name" benchmarks/profile_check.py gdn_stack_20 --steps 3 ;;
         host) table "$name" benchmarks/host_overhead.py --rounds 5 --calls 200 ;;
         *) echo "benchmarks/tables.sh: unknown table $name" >&2 && exit 2 ;;
     esac
