@@ -117,6 +117,7 @@ def main() -> None:
     parser.add_argument("--warm", type=int, default=2)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--arms", default=ARMS, help="arms separated by commas, or `segments`")
+    parser.add_argument("--beside", action="store_true", help="measure the control once more beside every arm: where the host decides")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     torch.manual_seed(0)
@@ -139,12 +140,12 @@ def main() -> None:
             rows = [one_step(stack, x0) for _ in range(args.steps)]
         if index == 0:  # on the GPU the control's gradients would be part of every peak
             gradients = [p.grad.cpu() for p in stack.parameters() if p.grad is not None]
-            if arm == CONTROL:
+            if not control:  # the control is the first
                 control.extend(gradients)
             equal[arm] = all(torch.equal(a, b) for a, b in zip(control, gradients, strict=True))
         return {"ms": statistics.median(r[0] for r in rows), "act_mib": rows[-1][1], "peak_mib": max(r[2] for r in rows)}
 
-    rounds = alternate(arms, args.rounds, measure, seconds=args.seconds)
+    rounds = alternate(arms, args.rounds, measure, seconds=args.seconds, control_of=(lambda arm: CONTROL) if args.beside else None)
     judged = judge(rounds, args.layers, "fused")
     for arm, entry in judged["arms"].items():
         entry["gradients_bit_equal"] = equal[arm]

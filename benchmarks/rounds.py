@@ -40,9 +40,18 @@ def under(model: nn.Module, arm: str, kernels: str = "stock") -> AbstractContext
 
 
 def alternate(
-    arms: Sequence[str], rounds: int, measure: Callable[[str, int], dict[str, Any]], *, seconds: float = math.inf
+    arms: Sequence[str],
+    rounds: int,
+    measure: Callable[[str, int], dict[str, Any]],
+    *,
+    seconds: float = math.inf,
+    control_of: Callable[[str], str] | None = None,
 ) -> dict[str, list[dict[str, Any]]]:
-    """Every arm once per round, in turns forwards and backwards; no round is begun that would likely end after `seconds`."""
+    """Every arm once per round, in turns forwards and backwards; no round is begun that would likely end after `seconds`.
+
+    With `control_of` the control of every other arm is measured once more right beside it, as `beside` of its row: where the host decides, its
+    speed changes within seconds.
+    """
     found: dict[str, list[dict[str, Any]]] = {arm: [] for arm in arms}
     start = time.monotonic()
     for index in range(rounds):
@@ -50,8 +59,13 @@ def alternate(
             print(f"{index} of {rounds} rounds, for lack of time", flush=True)
             break
         for arm in arms if index % 2 == 0 else arms[::-1]:
-            torch.cuda.empty_cache()
-            found[arm].append(measure(arm, index))
+            control = control_of(arm) if control_of else arm
+            pair = [arm] if arm == control else [control, arm] if index % 2 == 0 else [arm, control]
+            rows = {}
+            for one in pair:
+                torch.cuda.empty_cache()
+                rows[one] = measure(one, index)
+            found[arm].append(rows[arm] if arm == control else {**rows[arm], "beside": rows[control]})
             print(f"  round {index + 1}: {arm} {found[arm][-1]['ms']:.1f} ms, {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
     return found
 
@@ -62,12 +76,16 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def judge(rounds: Mapping[str, Sequence[Mapping[str, Any]]], blocks: int, kernels: str) -> dict[str, Any]:
-    """Per arm the figures of its rounds, their paired deltas in percent, and where it stands against the k-of-N line and the other arms."""
+    """Per arm the figures of its rounds, their paired deltas in percent, and where it stands against the k-of-N line and the other arms.
+
+    A pair is a row and the control beside it, or that of the same round.
+    """
     control = rounds[CONTROL]
     entries, arms = [], {}
     for arm, rows in rounds.items():
         keys = [key for key in FIGURES if key in rows[0]]
-        deltas = {key: [100 * (row[key] / base[key] - 1) for row, base in zip(rows, control, strict=True)] for key in keys}
+        bases = [row.get("beside", base) for row, base in zip(rows, control, strict=True)]
+        deltas = {key: [100 * (row[key] / base[key] - 1) for row, base in zip(rows, bases, strict=True)] for key in keys}
         arms[arm] = {key: spread([row[key] for row in rows]) for key in keys} | {f"{key}_pct": spread(deltas[key]) for key in keys}
         entries.append(
             {

@@ -107,6 +107,7 @@ def main() -> None:
     parser.add_argument("--micro-batches", type=int, default=1)
     parser.add_argument("--losses", type=int, default=0)
     parser.add_argument("--loss-runs", type=int, default=3, help="stock runs of --losses")
+    parser.add_argument("--beside", action="store_true", help="measure the control once more beside every arm: where the host decides")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--recipe", default="qwen3_5_0_8b")
     parser.add_argument("overrides", nargs="*", help="of the recipe's model, for instance model.num_hidden_layers=12")
@@ -123,7 +124,11 @@ def main() -> None:
     for kernels, found in settings.items():
         if found:  # compiles and tunes, which is no round's time
             measure(trainee, kernels, CONTROL, 1, 1)
-    rounds = alternate(arms, args.rounds, one, seconds=args.seconds)
+
+    def control_of(arm: str) -> str:
+        return f"{arm.split(':', 1)[0]}:{CONTROL}"
+
+    rounds = alternate(arms, args.rounds, one, seconds=args.seconds, control_of=control_of if args.beside else None)
     record: dict[str, Any] = {**header("whole_model.py"), "parameters": sum(p.numel() for p in trainee.model.parameters()), "settings": {}}
     for kernels, found in settings.items():
         if CONTROL not in found:

@@ -16,7 +16,7 @@ class RegionFn:
     """One region of one model family.
 
     `call(owner, *args)` is a top-level function that takes **every** tensor as an argument: a closure over a tensor would keep the
-    graph alive when a backward never comes. It returns a tensor or a flat tuple.
+    graph alive when a backward never comes. It returns a tensor or a flat tuple, and edits no argument in place: a replay would need what it was.
     """
 
     name: str

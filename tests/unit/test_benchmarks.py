@@ -19,3 +19,24 @@ def test_a_run_is_judged_by_how_far_runs_of_its_kind_are_apart(bench: Callable[[
     assert found["distance"] == {"largest": 0.5, "mean": pytest.approx(0.7 / 3, abs=1e-6)}
     same = against(own, own[1])
     assert same["outside"] == {"steps": 0, "at_most": 0.0}
+
+
+def test_the_control_beside_an_arm_is_what_it_is_paired_with(bench: Callable[[str], Any]) -> None:
+    """A host that gets slower all the time: pairs of one round drift apart with their distance, neighbours hardly."""
+    rounds = bench("rounds")
+    calls: list[str] = []
+
+    def measure(arm: str, index: int) -> dict[str, Any]:
+        calls.append(arm)
+        cost = {"none": 1.0, "gdn_norm_out": 1.1, "full": 1.3}[arm]
+        return {"ms": 100 * cost * (1 + 0.01 * len(calls)), "peak_mib": 1000 / cost}
+
+    arms = ["none", "gdn_norm_out", "full"]
+    found = rounds.alternate(arms, 2, measure, control_of=lambda arm: "none")
+    assert calls == ["none", "none", "gdn_norm_out", "none", "full", "full", "none", "gdn_norm_out", "none", "none"]
+    judged = rounds.judge(found, 4, "stock")
+    assert (judged["rounds"], judged["arms"]["none"]["ms_pct"]) == (2, {"median": 0.0, "min": 0.0, "max": 0.0})
+    assert judged["arms"]["full"]["ms_pct"]["median"] == pytest.approx(30, abs=0.1)
+    plain = rounds.judge(rounds.alternate(arms, 2, measure), 4, "stock")
+    assert "beside" not in str(plain)
+    assert plain["arms"]["full"]["ms_pct"]["max"] - plain["arms"]["full"]["ms_pct"]["min"] > 2
