@@ -180,7 +180,7 @@ class Engine:
             statistics = self._recorder.snapshot(self.pool, self.fraction)
         if self.auto is not None:
             before, self.fraction = self.fraction, self.auto.observe(statistics)
-            if self.fraction < before:
+            if self.fraction < 0.9 * before:  # pinning anew takes time: for the large step down when it settles, not for small ones
                 self.close()  # the smaller share pins what it needs, once; what the larger one needed is the machine's again
         return statistics
 
