@@ -263,7 +263,11 @@ def predict(loaded: Loaded, arms: Sequence[str]) -> Prediction:
             conditions[arm] = ", ".join([*([conditions[arm]] if arm in conditions else []), "without the cap"])
             remarks.append(f"{arm}: as if offload.max_pinned_gib did not bound it; {moved / 2**30:.2f} GiB would move")
         if offload is not None:
-            reason = _stays(plan, counter.stayed, moved)
+            stayed = counter.stayed
+            if not moved and not stayed and offload.min_bytes:  # small outputs are not even offered: see what there is
+                anything = counter.count(list(counted), length, replace(offload, min_bytes=0))
+                stayed = {"min_bytes": sum(nbytes for _, nbytes in anything.values())}
+            reason = _stays(plan, stayed, moved)
             if reason is not None:
                 stays[arm] = reason
                 if arm in arms:
