@@ -145,10 +145,10 @@ def needs_fresh_process(recipe: Recipe, options: ParityOptions) -> bool:
 def in_fresh_process(loaded: Loaded, argv: Sequence[str]) -> int:
     """Run `lightning-gdn parity` with `argv` in a process of its own and return its exit code. SIGTERM goes on to it: its record says so."""
     environment = {**child_environment(loaded), CUBLAS: CUBLAS_VALUES[0]}
-    with subprocess.Popen([sys.executable, "-m", "lightning_gdn", "parity", *argv], env=environment) as process:
+    command = [sys.executable, "-m", "lightning_gdn", "parity", *argv]
+    with terminated_cleanly(), subprocess.Popen(command, env=environment) as process:
         try:
-            with terminated_cleanly():
-                return process.wait()
+            return process.wait()
         except TerminatedError:
             process.terminate()
             return process.wait()

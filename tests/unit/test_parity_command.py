@@ -539,7 +539,7 @@ def test_a_fresh_process_gets_the_same_words(tmp_path: Path, monkeypatch: pytest
 
 def test_sigterm_goes_on_to_the_fresh_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ended = tmp_path / "ended"
-    fake_python(monkeypatch, tmp_path, f"trap 'touch {ended}; exit 143' TERM; kill -TERM $PPID; while :; do sleep 0.02; done")
+    fake_python(monkeypatch, tmp_path, f"trap 'touch {ended}; exit 143' TERM; sleep 0.3; kill -TERM $PPID; while :; do sleep 0.02; done")
     before = signal.getsignal(signal.SIGTERM)
     assert parity_module.in_fresh_process(load(str(tiny_recipe(tmp_path))), ["a.yaml"]) == 143
     assert ended.exists()
