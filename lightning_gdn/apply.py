@@ -86,7 +86,8 @@ class AppliedPlan:
     def retained_of(self) -> str:
         """`every step` without offload. With it what moves can change after the first forward, which the ledger counted: the share `auto`
         settles, the pool is full. So `last step` once `step_statistics` was called: the mean over that step's forward passes. `first forward`
-        before that, or where the last step had other shapes."""
+        before that, or where the labels named other bytes in that step than as many times those of the first forward. Only this sum is
+        compared: a step whose lengths differ and average to the first one's says `last step`, too."""
         return self._retained()[1]
 
     def _retained(self) -> tuple[int | None, str]:

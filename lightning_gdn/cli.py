@@ -213,11 +213,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"lightning-gdn: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print("lightning-gdn: interrupted; records written so far stay", file=sys.stderr)
-        return 130
-    except TerminatedError as stop:
-        print(f"lightning-gdn: {stop}; records written so far stay", file=sys.stderr)
-        return TERMINATED
+    except (KeyboardInterrupt, TerminatedError) as stop:
+        by_signal = isinstance(stop, TerminatedError)
+        what = [str(stop) if by_signal else "interrupted", *getattr(stop, "__notes__", [])]
+        print(f"lightning-gdn: {'; '.join(what)}", file=sys.stderr)
+        return TERMINATED if by_signal else 130
     except SystemExit as stop:  # argparse, after --help
         return int(stop.code or 0)

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from .bench.ending import TerminatedError, exit_code
 from .bench.errors import UnlikeRecordsError, UserError
 from .verb_support import console, parser
 
@@ -40,15 +41,19 @@ def compare_verb(argv: Sequence[str]) -> int:
         recipe=replace(loaded.recipe, compare=replace(loaded.recipe.compare, arms=arms)),
         saved={**loaded.saved, "compare": {**loaded.saved["compare"], "arms": list(arms)}},
     )
-    check_runnable(loaded, arms, default=given.arms is None)
+    check_runnable(loaded, arms, default=given.arms is None, distinct=True)
     folder = new_folder(given.out, loaded)
     print(f"{len(arms)} arms x {loaded.recipe.compare.rounds} rounds, in {folder}", file=sys.stderr)
     try:
         result = compare(loaded, arms, folder)
+        sent = _show(loaded, result, folder)
     except UnlikeRecordsError as error:
         print(f"lightning-gdn: {error} The records are in {folder}", file=sys.stderr)
         return 1
-    sent = _show(loaded, result, folder)
+    except (KeyboardInterrupt, TerminatedError) as stop:
+        if any((folder / "arms").glob("*/record.json")):
+            stop.add_note(f"records written so far stay in {folder}")
+        raise
     return 1 if result["problems"] or not sent else 0
 
 
@@ -112,8 +117,8 @@ def parity_verb(argv: Sequence[str]) -> int:
     from .bench.parity_report import caption, markdown, terminal_table
 
     layouts = model_layouts(loaded.recipe)
-    arms = arms or expand(loaded, prepare(default_arms(layouts, loaded.recipe.compare.arms)))
-    text = check_runnable(loaded, arms, default=given.arms is None)
+    arms = arms or expand(loaded, prepare(default_arms(layouts, loaded.recipe.compare.arms), distinct=False))
+    text = check_runnable(loaded, arms, default=given.arms is None, distinct=given.arms is not None)
     options = ParityOptions(
         repeats=given.repeats, steps=given.steps, micro_batches=given.micro_batches, deterministic=not given.nondeterministic, plant=given.plant
     )
@@ -122,6 +127,9 @@ def parity_verb(argv: Sequence[str]) -> int:
         return in_fresh_process(loaded, argv)
     folder = new_folder(given.out, loaded)
     record = parity(loaded, arms, folder, options, text=text, progress=lambda line: print(line, file=sys.stderr, flush=True))
+    if record["status"] != "ok":
+        print(f"lightning-gdn: parity: {record['status']}: {record['error']}", file=sys.stderr)
+        return exit_code(record)
     screen = console()
     screen.print(terminal_table(record))
     for line in caption(record):
@@ -153,10 +161,9 @@ def profile_verb(argv: Sequence[str]) -> int:
 
     loaded = load(given.recipe, given.overrides)
     from .bench.compare import new_folder, split_arms
-    from .bench.ending import exit_code
     from .bench.profile import Options, profile, refuse
 
-    arms = split_arms(given.arms) if given.arms is not None else None
+    arms = split_arms(given.arms, distinct=False) if given.arms is not None else None  # equal plans share their figures
     text = refuse(loaded, arms)
     folder = new_folder(given.out, loaded)
     write_yaml(loaded.saved, folder / "recipe.yaml", f"lightning-gdn profile {folder / 'recipe.yaml'}\nresolved from {loaded.source.name}")

@@ -16,15 +16,30 @@ A rival stands alone: it cannot be joined with labels.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import asdict, dataclass, replace
 
-from ..labels import LABELS, Selection, parse_arm
-from ..regions import REGIONS, BlockLayout
+from ..labels import FIRST, LABELS, OFFLOAD_MOVES, FullRecompute, Selection, parse_arm
+from ..plan import BlockPlan, Plan
+from ..regions import GDN, REGIONS, BlockLayout
 from .errors import UserError, nearest
 from .schema import OffloadSection
 
-__all__ = ["HF", "PARTS", "RIVALS", "SAVE_ON_CPU", "SELECTIVE", "SWEEP", "Rival", "check_rival", "configured", "is_rival", "parse", "sweep"]
+__all__ = [
+    "HF",
+    "PARTS",
+    "RIVALS",
+    "SAVE_ON_CPU",
+    "SELECTIVE",
+    "SWEEP",
+    "Rival",
+    "check_rival",
+    "configured",
+    "is_rival",
+    "meaning",
+    "parse",
+    "sweep",
+]
 
 HF, SELECTIVE, SAVE_ON_CPU = "hf_gradient_checkpointing", "selective_checkpoint", "save_on_cpu"
 SWEEP = "checkpoint:sweep"
@@ -128,6 +143,41 @@ def configured(selection: Selection, section: OffloadSection) -> Selection:
     if selection.offload is None:
         return selection
     return replace(selection, offload=replace(selection.offload, **asdict(section)))
+
+
+def meaning(chosen: Selection | Rival, layouts: Sequence[BlockLayout] = ()) -> Hashable:
+    """Equal for two arms that are one plan.
+
+    Args:
+        chosen: an arm; of labels `configured`, if the plan is to be the recipe's.
+        layouts: blocks of a model that has what the arm names. Without them the label table decides: what is equal then is so in every model.
+    """
+    if isinstance(chosen, Rival):
+        regions = frozenset(region for name in chosen.names for region in _regions_of(name))
+        count = None if chosen.num_blocks == len(layouts) else chosen.num_blocks
+        return chosen.kind, count, tuple(regions.intersection(layout.regions) for layout in layouts) or regions
+    if layouts:
+        blocks = Plan.from_labels(chosen, layouts).blocks
+        return tuple(_block_meaning(block) for block in blocks), _share(chosen, any(block.moves for block in blocks))
+    full, moved = chosen.full, chosen.offload
+    if full is not None and full.num_layers is None:
+        full = FullRecompute(num_layers=1)  # `full:block` covers every block, one by one
+    nowhere = frozenset(name for name in chosen.labels if not LABELS[name].modes)
+    inputs = frozenset(name for name in (moved.labels if moved is not None else ()) if OFFLOAD_MOVES[name][0][0] == FIRST)
+    rest = None
+    if full is None or full.method == "block":  # blocks that `full` does not cover: one that has every region stands for them
+        within = replace(moved, labels=tuple(name for name in moved.labels if name not in inputs)) if moved is not None else None
+        labels = Selection(labels=tuple(name for name in chosen.labels if name not in nowhere), offload=within)
+        (rest,) = Plan.from_labels(labels, [BlockLayout(name="every", kind=GDN, regions=tuple(REGIONS))]).blocks
+    return full, nowhere, inputs, _block_meaning(rest) if rest else None, _share(chosen, bool(inputs or (rest and rest.moves)))
+
+
+def _block_meaning(block: BlockPlan) -> Hashable:
+    return block.modes, block.carry, frozenset(block.moves)
+
+
+def _share(chosen: Selection, moves: bool) -> float | str | None:
+    return chosen.offload.fraction if chosen.offload is not None and moves else None
 
 
 def _checkpoint(text: str, rest: str) -> Rival:

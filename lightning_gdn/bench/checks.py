@@ -88,6 +88,7 @@ def check_given(given: Mapping[str, Any], model: Mapping[str, Any], source: str)
     if not foreign:
         return
     having = [other for other, fields in FAMILY_FIELDS.items() if fields.issuperset(foreign)]
+    others = " or ".join(f"model.family={other}" for other in having)
     of_file = sum(given[name] == source for name in foreign)
     them = "them" if len(foreign) > 1 else "it"
     away = (
@@ -96,7 +97,7 @@ def check_given(given: Mapping[str, Any], model: Mapping[str, Any], source: str)
     raise UserError(
         f"{', '.join(f'model.{name}' for name in foreign)}: {family} has no such field{'s' if len(foreign) > 1 else ''}, "
         f"got {', '.join(repr(model[name]) for name in foreign)}; {away}"
-        f"{f', or write model.family={having[-1]}' if having else ''}. "
+        f"{f', or write {others}' if having else ''}. "
         f"Fields of {family}: {', '.join(name for name in SECTIONS['model'] if name in FAMILY_FIELDS[family])}"
     )
 

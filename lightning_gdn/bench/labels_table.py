@@ -52,6 +52,8 @@ class Prediction:
     kernels: dict[str, str]
     conditions: dict[str, str]
     """Arms whose figure holds only under a condition, which stands beside it."""
+    stays: dict[str, str]
+    """Arms with offload labels of whose bytes some or all stay on the device, with the reason."""
     remarks: tuple[str, ...]
     """How the figures were obtained, where that limits them."""
 
@@ -120,6 +122,8 @@ class _Counter:
         self.recipe = replace(recipe, model=replace(recipe.model, vocab_size=BYTES))
         self.device, self.batch = device, batch
         self.kernels: dict[str, str] = {}
+        self.stayed: dict[str, int] = {}
+        """Bytes that the offload labels of the last `count` named and that stayed, by reason."""
         self._models: dict[tuple[tuple[str, bool], ...], nn.Module] = {}
 
     def _model(self, kinds: tuple[tuple[str, bool], ...]) -> nn.Module:
@@ -142,6 +146,7 @@ class _Counter:
         from ..inspection import inspect_model
         from ..plan import BlockPlan, Plan
 
+        self.stayed = {}
         flat = [block for unit in wanted for block in unit]
         model = self._model(tuple(("linear_attention" if kind == GDN else "full_attention", "gate_up" in dict(modes)) for kind, modes, _, _ in flat))
         layouts = inspect_model(model).layouts
@@ -167,6 +172,7 @@ class _Counter:
                 warnings.simplefilter("ignore", FreesNothingWarning)  # the table says it
                 with apply_plan(model, plan, kernels=self.recipe.plan.kernels) as applied, self._precision():
                     base(input_ids=ids)
+                    self.stayed = applied.engines.stayed if applied.engines is not None else {}
             ledger = applied.ledger
         self.kernels |= ledger.kernels
         bytes_of: dict[str, tuple[int, int]] = {}
@@ -238,7 +244,7 @@ def predict(loaded: Loaded, arms: Sequence[str]) -> Prediction:
         if per_token * length > CPU_CAP:
             length = max(small, int(CPU_CAP / per_token) // 64 * 64)
             remarks.append(f"counted at {length} of {data.seq_len} tokens per sequence (more than {CPU_CAP >> 20} MiB otherwise) and scaled")
-    retained, conditions = {}, dict[str, str]()
+    retained, conditions, stays = {}, dict[str, str](), dict[str, str]()
     for arm, plan in plans.items():
         all_units = units(plan)
         offload = plan.offload
@@ -256,6 +262,16 @@ def predict(loaded: Loaded, arms: Sequence[str]) -> Prediction:
         if offload is not None and offload.max_pinned_bytes is not None and moved > offload.max_pinned_bytes and arm in arms:
             conditions[arm] = ", ".join([*([conditions[arm]] if arm in conditions else []), "without the cap"])
             remarks.append(f"{arm}: as if offload.max_pinned_gib did not bound it; {moved / 2**30:.2f} GiB would move")
+        if offload is not None:
+            stayed = counter.stayed
+            if not moved and not stayed and offload.min_bytes:  # small outputs are not even offered: see what there is
+                anything = counter.count(list(counted), length, replace(offload, min_bytes=0))
+                stayed = {"min_bytes": sum(nbytes for _, nbytes in anything.values())}
+            reason = _stays(plan, stayed, moved)
+            if reason is not None:
+                stays[arm] = reason
+                if arm in arms:
+                    remarks.append(f"{arm}: {reason}")
         retained[arm] = total if length == data.seq_len else round(total * data.seq_len / length)
     return Prediction(
         retained_bytes=retained,
@@ -264,8 +280,22 @@ def predict(loaded: Loaded, arms: Sequence[str]) -> Prediction:
         device=device,
         kernels=counter.kernels,
         conditions=conditions,
+        stays=stays,
         remarks=tuple(remarks),
     )
+
+
+def _stays(plan: Plan, stayed: Mapping[str, int], moved: int) -> str | None:
+    """Why nothing of what the plan's offload labels name moves, or that a part of it is too small to; None if no more than is `held` stays."""
+    assert plan.offload is not None
+    small = f"bytes below offload.min_bytes={plan.offload.min_bytes}"
+    if moved:
+        return f"a part of it stays: {small}" if stayed.get("min_bytes") else None
+    found = ", ".join(small if reason == "min_bytes" else reason for reason, nbytes in stayed.items() if nbytes)
+    last = plan.offload.resident_last_blocks
+    if not found and any(block.moves for block in plan.blocks[len(plan.blocks) - min(last, len(plan.blocks)) :]):
+        found = f"no other blocks have it than those of offload.resident_last_blocks={last}"
+    return f"nothing moves: {found or 'this plan keeps nothing of it'}"
 
 
 def model_tables(loaded: Loaded, prediction: Prediction, arms: Sequence[str]) -> tuple[Table, Table, list[str]]:
@@ -286,7 +316,8 @@ def model_tables(loaded: Loaded, prediction: Prediction, arms: Sequence[str]) ->
         if arm in prediction.inapplicable:
             labels.add_row(arm, "does not apply", "", "no block of this model has its regions", style="dim")
         else:
-            labels.add_row(arm, *_freed(base, prediction.retained_bytes[arm], prediction.tokens), f"moves {remark}")
+            said = f"moves {remark}" + (f"; {prediction.stays[arm]}" if arm in prediction.stays else "")
+            labels.add_row(arm, *_freed(base, prediction.retained_bytes[arm], prediction.tokens), said)
     labels.add_row("full", *_freed(base, prediction.retained_bytes["full"], prediction.tokens), "every region of every block")
     table = Table(title="arms of the recipe: predicted retained bytes of one micro-batch", title_justify="left")
     for column in ("arm", "retained", "Δ"):
@@ -313,6 +344,7 @@ def as_dict(prediction: Prediction) -> Mapping[str, Any]:
         "device": prediction.device,
         "kernels": prediction.kernels,
         "conditions": prediction.conditions,
+        "stays": prediction.stays,
         "remarks": list(prediction.remarks),
         "inapplicable": prediction.inapplicable,
         "retained_bytes": prediction.retained_bytes,

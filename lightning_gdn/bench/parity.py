@@ -30,6 +30,7 @@ from .arm import check_device, failure
 from .arms import Rival, configured, parse
 from .compare import child_environment
 from .data import Text, read_text
+from .ending import TerminatedError, terminated_cleanly
 from .environment import collect
 from .errors import UserError
 from .judge import CONTROL
@@ -142,9 +143,18 @@ def needs_fresh_process(recipe: Recipe, options: ParityOptions) -> bool:
 
 
 def in_fresh_process(loaded: Loaded, argv: Sequence[str]) -> int:
-    """Run `lightning-gdn parity` with `argv` in a process of its own and return its exit code."""
+    """Run `lightning-gdn parity` with `argv` in a process of its own and return its exit code. SIGTERM goes on to it: its record says so."""
     environment = {**child_environment(loaded), CUBLAS: CUBLAS_VALUES[0]}
-    return subprocess.run([sys.executable, "-m", "lightning_gdn", "parity", *argv], env=environment, check=False).returncode
+    command = [sys.executable, "-m", "lightning_gdn", "parity", *argv]
+    with terminated_cleanly(), subprocess.Popen(command, env=environment) as process:
+        try:
+            return process.wait()
+        except TerminatedError:
+            process.terminate()
+            return process.wait()
+        except BaseException:
+            process.kill()
+            raise
 
 
 class ParityCheck:
@@ -271,7 +281,8 @@ def parity(
         progress: called with one line before every arm.
 
     Returns:
-        The record, as parity.json holds it. `problems` is empty if every arm is inside and every arm with offload labels moved something.
+        The record, as parity.json holds it. `status` is `ok`, or `failed` if SIGTERM came; then `error` says during which arm, and the
+        figures are missing. `problems` is empty if every arm is inside and every arm with offload labels moved something.
 
     Raises:
         UserError: as `check`.
@@ -282,44 +293,60 @@ def parity(
     trainer = replace(loaded.recipe.trainer, max_steps=max(1, options.steps), accumulate_grad_batches=options.micro_batches, val_every=0)
     recipe = replace(loaded.recipe, trainer=trainer)
     write_yaml(loaded.saved, folder / "recipe.yaml", f"lightning-gdn parity {folder / 'recipe.yaml'}\nresolved from {loaded.source.name}")
-    place = torch.device("cuda", 0) if device == "gpu" else torch.device("cpu")
-    with ExitStack() as stack:
-        setting = stack.enter_context(kernel_setting(deterministic=options.deterministic, cuda=device == "gpu"))
-        stack.enter_context(_threads(trainer.num_threads))
-        stack.enter_context(torch.random.fork_rng(devices=[0] if device == "gpu" else []))
-        progress(f"{CONTROL}: building the model, tuning kernels")
-        rig = Rig(recipe, place, text, **_shape(options))
-        run = ParityCheck(rig, recipe.plan.kernels, setting, open_arm or _opener(recipe), plant)
-        run.control(options.repeats)
-        found = []
-        others = [arm for arm in arms if arm != CONTROL]
-        for number, name in enumerate(others):
-            progress(f"[{number + 1}/{len(others)}] {name}")
-            found.append(run.arm(name))
-        run.close()
-        noise = noise_of(run.controls)
-        for arm in found:
-            arm.rows = judge_arm(arm.runs, noise)
-        blocks = [layout.name for layout in inspect_model(rig.model).layouts]
-        result = describe(found, rig.describe(), noise, blocks, repeats=len(run.controls), plant=plant, located=_located(options, recipe))
-        result["notes"] = [*run.notes, *result["notes"]]
-        result["control"]["losses_hex"] = rig.losses_hex()
-        record = {
-            "schema": SCHEMA,
-            "kind": "parity",
-            "name": folder.name,
-            "date": datetime.now(UTC).date().isoformat(),
-            "environment": collect(device),
-            "recipe": loaded.saved,
-            "text": text.as_dict(),
-            "options": {**_shape(options), "repeats": options.repeats, "plant": str(plant) if plant else None},
-            "kernel_setting": setting.as_dict(),
-            "kernels": run.kernel_names,
-            "bounds": {"factor": FACTOR, "noisy_runs": NOISY_RUNS, "arm_runs": ARM_RUNS},
-            **result,
-        }
+    record: dict[str, Any] = {
+        "schema": SCHEMA,
+        "kind": "parity",
+        "name": folder.name,
+        "date": datetime.now(UTC).date().isoformat(),
+        "status": "failed",
+        "error": None,
+        "environment": collect(device),
+        "recipe": loaded.saved,
+        "text": text.as_dict(),
+        "options": {**_shape(options), "repeats": options.repeats, "plant": str(plant) if plant else None},
+    }
+    at = CONTROL
+
+    def entered(arm: str, line: str) -> None:
+        nonlocal at
+        at = arm
+        progress(line)
+
+    try:
+        with terminated_cleanly(), ExitStack() as stack:
+            place = torch.device("cuda", 0) if device == "gpu" else torch.device("cpu")
+            setting = stack.enter_context(kernel_setting(deterministic=options.deterministic, cuda=device == "gpu"))
+            stack.enter_context(_threads(trainer.num_threads))
+            stack.enter_context(torch.random.fork_rng(devices=[0] if device == "gpu" else []))
+            entered(CONTROL, f"{CONTROL}: building the model, tuning kernels")
+            rig = Rig(recipe, place, text, **_shape(options))
+            run = ParityCheck(rig, recipe.plan.kernels, setting, open_arm or _opener(recipe), plant)
+            run.control(options.repeats)
+            found = []
+            others = [arm for arm in arms if arm != CONTROL]
+            for number, name in enumerate(others):
+                entered(name, f"[{number + 1}/{len(others)}] {name}")
+                found.append(run.arm(name))
+            at = CONTROL
+            run.close()
+            noise = noise_of(run.controls)
+            for arm in found:
+                arm.rows = judge_arm(arm.runs, noise)
+            blocks = [layout.name for layout in inspect_model(rig.model).layouts]
+            result = describe(found, rig.describe(), noise, blocks, repeats=len(run.controls), plant=plant, located=_located(options, recipe))
+            result["notes"] = [*run.notes, *result["notes"]]
+            result["control"]["losses_hex"] = rig.losses_hex()
+            record |= {
+                "status": "ok",
+                "kernel_setting": setting.as_dict(),
+                "kernels": run.kernel_names,
+                "bounds": {"factor": FACTOR, "noisy_runs": NOISY_RUNS, "arm_runs": ARM_RUNS},
+                **result,
+            }
+            write_csv(folder / "tensors.csv", noise, found)
+    except TerminatedError as stop:
+        record["status"], record["error"] = "failed", f"{stop} during {at}"
     write_json(folder / "parity.json", record)
-    write_csv(folder / "tensors.csv", noise, found)
     return record
 
 

@@ -46,16 +46,18 @@ class Moved:
         found = ", ".join(f"{reason} {size(nbytes)}" for reason, nbytes in self.stayed.items() if nbytes)
         if not found:
             return "its labels name nothing that this plan keeps: what a recompute label replays is not there to be moved; leave that label out"
-        remedies = [remedy for reason, remedy in _REMEDIES.items() if self.stayed.get(reason)]
-        return f"stayed per step: {found}" + (f"; write {' '.join(remedies)}, or compare with larger sizes" if remedies else "")
+        overrides = " ".join(override for reason, override in _OVERRIDES.items() if self.stayed.get(reason))
+        remedies = " and ".join(filter(None, [overrides, "a larger share after @" if self.stayed.get("budget") else ""]))
+        larger = ", or compare with larger sizes" if self.stayed.get("min_bytes") else ""
+        return f"stayed per step: {found}" + (f"; write {remedies}{larger}" if remedies else "")
 
 
-_REMEDIES = {
+_OVERRIDES = {
     "min_bytes": "offload.min_bytes=0",
     "resident": "offload.resident_last_blocks=0",
-    "budget": "a larger share after @",
     "pool full": "offload.max_pinned_gib=null",
 }
+"""Reason to stay -> what to write on the command line. The share of the bytes, in the arm, is none of these."""
 
 
 def size(nbytes: int) -> str:

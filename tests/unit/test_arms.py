@@ -75,9 +75,10 @@ def test_an_unknown_arm_names_the_nearest(arm: str, parts: list[str]) -> None:
 
 def test_a_rival_given_twice_is_one_arm() -> None:
     assert split_arms("checkpoint:full,full") == ["none", "checkpoint:full", "full"]
-    assert split_arms("checkpoint:gdn_in_proj,checkpoint:gdn_in_proj_split")[1:] == ["checkpoint:gdn_in_proj", "checkpoint:gdn_in_proj_split"]
-    with pytest.raises(UserError, match="are the same plan"):
-        prepare(["checkpoint:conv+prep", "checkpoint:prep+conv"])
+    assert split_arms("checkpoint:gdn_in_proj,checkpoint:gdn_in_proj_conv")[1:] == ["checkpoint:gdn_in_proj", "checkpoint:gdn_in_proj_conv"]
+    for same in (["checkpoint:conv+prep", "checkpoint:prep+conv"], ["checkpoint:gdn_in_proj", "checkpoint:gdn_in_proj_split"]):
+        with pytest.raises(UserError, match="are the same plan"):
+            prepare(same)
     with pytest.raises(UserError, match="given twice"):
         prepare(["save_on_cpu", "save_on_cpu"])
 

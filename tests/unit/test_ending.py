@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from lightning_gdn.bench import compare as compare_module
 from lightning_gdn.bench.ending import TerminatedError, exit_code, terminated_cleanly
@@ -62,6 +63,25 @@ def test_sigterm_in_the_last_step_is_no_whole_run(tmp_path: Path, monkeypatch: p
     assert read_json(tmp_path / "out" / "record.json")["error"] == "ended by SIGTERM after step 3"
 
 
+@pytest.mark.parametrize(("call", "during"), [(2, "none"), (4, "full"), (5, "full"), (7, "gdn_conv"), (9, "none")])
+def test_sigterm_ends_a_parity_check_with_a_failed_record(
+    call: int, during: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the control, in each arm, in the control after them."""
+    signalled(monkeypatch, signal.SIGTERM, call)
+    before, threads = signal.getsignal(signal.SIGTERM), torch.get_num_threads()
+    out = tmp_path / "out"
+    assert main(["parity", str(tiny_recipe(tmp_path)), "--arms", "full,gdn_conv", "--out", str(out)]) == 143
+    record = read_json(out / "parity.json")
+    assert (record["status"], record["error"]) == ("failed", f"ended by SIGTERM during {during}")
+    assert record["kind"] == "parity"
+    assert "arms" not in record
+    assert {path.name for path in out.iterdir()} == {"recipe.yaml", "parity.json"}
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("lightning-gdn: ")]
+    assert said == [f"lightning-gdn: parity: failed: ended by SIGTERM during {during}"]
+    assert (signal.getsignal(signal.SIGTERM), torch.get_num_threads()) == (before, threads)
+
+
 @pytest.fixture
 def interruptible() -> Iterator[None]:
     """As in a terminal: a shell starts background jobs with SIGINT ignored."""
@@ -71,14 +91,37 @@ def interruptible() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("interruptible")
-@pytest.mark.parametrize("verb", ["run", "profile"])
+@pytest.mark.parametrize("verb", ["run", "profile", "parity"])
 def test_ctrl_c_is_130_and_a_line(verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     signalled(monkeypatch, signal.SIGINT, 4)
     before = signal.getsignal(signal.SIGINT)
     assert main([verb, str(tiny_recipe(tmp_path)), "trainer.max_steps=50", "--out", str(tmp_path / "out")]) == 130
-    assert "lightning-gdn: interrupted" in capsys.readouterr().err
-    assert not list((tmp_path / "out").glob("*record.json"))
+    assert capsys.readouterr().err.splitlines()[-1] == "lightning-gdn: interrupted", "there is no record that could stay"
+    assert not [path for name in ("record", "profile", "parity") for path in (tmp_path / "out").glob(f"{name}.json")]
     assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.parametrize("finished", [0, 1, 2])
+@pytest.mark.parametrize(("stop", "code", "said"), [(TerminatedError, 143, "ended by SIGTERM"), (KeyboardInterrupt, 130, "interrupted")])
+def test_a_comparison_says_that_records_stay_where_there_are_some(
+    stop: type[BaseException],
+    code: int,
+    said: str,
+    finished: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def launch(recipe: Path, arm: str, index: int, out: Path, progress: Any) -> int:
+        if len(list(tmp_path.glob("cmp/arms/*/record.json"))) == finished:
+            raise stop
+        write_json(out, record(arm, index))
+        return 0
+
+    monkeypatch.setattr(compare_module, "_launch", lambda loaded: launch)
+    assert main(["compare", str(tiny_recipe(tmp_path)), "--out", str(tmp_path / "cmp")]) == code
+    stay = f"; records written so far stay in {tmp_path / 'cmp'}" if finished else ""
+    assert capsys.readouterr().err.splitlines()[-1] == f"lightning-gdn: {said}{stay}"
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])

@@ -9,13 +9,13 @@ import pytest
 
 from lightning_gdn.bench import labels_table
 from lightning_gdn.bench.arm import run_arm
-from lightning_gdn.bench.labels_table import predict, units
+from lightning_gdn.bench.labels_table import OFFLOAD_ARMS, predict, units
 from lightning_gdn.bench.recipes import load
 from lightning_gdn.cli import main
-from lightning_gdn.labels import parse_arm
+from lightning_gdn.labels import OFFLOAD_LABELS, parse_arm
 from lightning_gdn.plan import Plan
 from lightning_gdn.regions import BlockLayout
-from tests.unit.bench_support import tiny_recipe
+from tests.unit.bench_support import FAMILIES, tiny_recipe
 
 ARMS = [
     "none",
@@ -76,3 +76,33 @@ def test_the_table_says_which_labels_apply(tmp_path: Path, capsys: pytest.Captur
     assert data["freed_bytes_per_token"]["full"] == (none - full) / (2 * 65)
     assert "moe" in data["inapplicable"]
     assert f"{none:,} B" in out
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_offload_labels_that_move_nothing_say_why(family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = str(tiny_recipe(tmp_path, FAMILIES[family]))
+    small = predict(load(recipe), ["none", "offload:gdn_core_attn"])
+    assert small.remarks == ("offload:gdn_core_attn: nothing moves: bytes below offload.min_bytes=1048576",)
+    for name in OFFLOAD_LABELS:
+        arm = OFFLOAD_ARMS[name]
+        if arm in small.inapplicable:
+            continue
+        only_last = "nothing moves: no other blocks have it than those of offload.resident_last_blocks=1"
+        told = only_last if name == "core_attn" else "nothing moves: bytes below offload.min_bytes=1048576"
+        assert small.stays[arm] == told, arm
+    assert small.stays["offload:gdn_in_proj"] in _table(capsys, recipe)
+    everything = predict(load(recipe, ["offload.min_bytes=0", "offload.resident_last_blocks=0"]), ["none"])
+    assert everything.stays == {}
+    resident = predict(load(recipe, ["offload.min_bytes=0", "offload.resident_last_blocks=4"]), ["none"])
+    assert resident.stays.keys() == small.stays.keys()
+    assert {why.partition(": ")[2] for why in resident.stays.values()} == {"no other blocks have it than those of offload.resident_last_blocks=4"}
+    part = predict(load(recipe, ["offload.min_bytes=8000"]), ["none"])
+    assert part.retained_bytes["offload:gdn_core_attn"] < part.retained_bytes["none"]
+    assert part.stays["offload:gdn_core_attn"] == "a part of it stays: bytes below offload.min_bytes=8000"
+    nothing = predict(load(recipe, ["offload.min_bytes=0"]), ["none", "full+offload:gdn_core_attn"])
+    assert nothing.stays["full+offload:gdn_core_attn"] == "nothing moves: this plan keeps nothing of it"
+
+
+def _table(capsys: pytest.CaptureFixture[str], recipe: str) -> str:
+    assert main(["labels", "--model", recipe]) == 0
+    return capsys.readouterr().out

@@ -120,6 +120,20 @@ def test_other_shapes_than_the_first_forwards_are_not_guessed_at() -> None:
         assert applied.retained_of == "last step"
 
 
+@pytest.mark.parametrize(
+    ("lengths", "of"), [((65, 65), "last step"), ((33, 97), "last step"), ((33, 33), "first forward"), ((65, 97), "first forward")]
+)
+def test_lengths_of_a_step_are_compared_by_their_sum(lengths: tuple[int, ...], of: str) -> None:
+    model = tiny_qwen3_5()
+    with apply_plan(model, moving("offload:mlp@0")) as applied:
+        step(model, applied)
+        for tokens in lengths:
+            model(**tiny_batch(2, tokens)).loss.backward()
+        applied.step_statistics()
+        assert applied.retained_of == of
+        assert applied.retained_bytes == applied.ledger.retained_bytes, "as the first forward's, which is the mean of both"
+
+
 def test_engines_of_one_step_count_its_passes_once() -> None:
     with apply_plan(tiny_qwen3_5(), moving("offload:mlp")) as applied:
         applied.engines.on(torch.device("cpu"))  # type: ignore[union-attr]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import math
 import random
 import re
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from lightning_gdn.bench.errors import UserError
 from lightning_gdn.bench.module import BenchModule
 from lightning_gdn.bench.parity import ParityCheck, ParityOptions, default_arms, model_layouts, needs_fresh_process, open_arm, parity
 from lightning_gdn.bench.parity_judge import ARM_RUNS, EQUAL, FACTOR, NOISY_RUNS, Gap, judge_arm, noise_of, repeats_exactly
-from lightning_gdn.bench.parity_record import ArmRuns, describe
+from lightning_gdn.bench.parity_record import ArmRuns, Moved, describe
 from lightning_gdn.bench.parity_report import markdown
 from lightning_gdn.bench.parity_rig import Rig, gap, kernel_setting
 from lightning_gdn.bench.plant import Plant, parse_plant, replayed_by
@@ -164,7 +166,7 @@ def test_arms_that_move_are_bit_equal_and_move_by_the_recipes_section(tmp_path: 
         ("offload:core_attn", (MOVING,), "stayed per step: resident 0.00; write offload.resident_last_blocks=0"),
         ("offload:gdn_core_attn+offload:core_attn", ("offload.resident_last_blocks=4", MOVING), "write offload.resident_last_blocks=0"),
         ("offload:gdn_core_attn", (MOVING, "offload.max_pinned_gib=0"), "pool full 0.00; write offload.max_pinned_gib=null"),
-        ("offload:mlp@0.000001", (MOVING,), "budget 0.00, resident 0.00; write offload.resident_last_blocks=0 a larger share after @"),
+        ("offload:mlp@0.000001", (MOVING,), "budget 0.00, resident 0.00; write offload.resident_last_blocks=0 and a larger share after @"),
         ("full+offload:gdn_core_attn", (MOVING,), "its labels name nothing that this plan keeps: what a recompute label replays is not there"),
     ],
 )
@@ -184,6 +186,29 @@ def test_an_arm_that_was_to_move_something_and_moved_nothing_is_no_pass(
     assert "MOVED NOTHING" in out
     assert f"PROBLEM: {arm}: moved nothing" in " ".join(out.split())
     assert f"| {arm} | MOVED NOTHING |" in (tmp_path / "out" / "parity.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    "reasons", [c for n in range(6) for c in itertools.combinations(("min_bytes", "resident", "budget", "pool full", "held"), n)]
+)
+def test_what_to_do_about_it_is_a_sentence_for_every_combination_of_reasons(reasons: tuple[str, ...]) -> None:
+    told = Moved(nbytes=0, share=0.5, stayed=dict.fromkeys(reasons, 3) | {"edited": 0}, unmoved=()).why()
+    if not reasons:
+        assert "its labels name nothing" in told
+        return
+    found, _, remedies = told.partition("; ")
+    assert found == "stayed per step: " + ", ".join(f"{reason} 3 B" for reason in reasons)
+    if reasons == ("held",):
+        assert not remedies
+        return
+    parts = re.fullmatch(r"write (offload\S+=\w+(?: offload\S+=\w+)*)?( and )?(a larger share after @)?(, or compare with larger sizes)?", remedies)
+    assert parts is not None, remedies
+    overrides, both, share, larger = parts.groups()
+    wanted = {"min_bytes": "offload.min_bytes=0", "resident": "offload.resident_last_blocks=0", "pool full": "offload.max_pinned_gib=null"}
+    assert (overrides or "").split() == [wanted[reason] for reason in wanted if reason in reasons], "words for the command line, as they stand"
+    assert bool(share) == ("budget" in reasons)
+    assert bool(both) == bool(share and overrides)
+    assert bool(larger) == ("min_bytes" in reasons)
 
 
 def test_a_share_of_zero_and_a_label_without_bytes_are_noted(tmp_path: Path) -> None:
@@ -498,21 +523,27 @@ def test_a_process_in_which_cuda_runs_already_starts_another(tmp_path: Path, mon
     assert not needs_fresh_process(recipe, ParityOptions())
 
 
+def fake_python(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, script: str) -> None:
+    path = tmp_path / "python"
+    path.write_text(f"#!/bin/sh\n{script}\n", encoding="utf-8")
+    path.chmod(0o755)
+    monkeypatch.setattr(parity_module.sys, "executable", str(path))
+
+
 def test_a_fresh_process_gets_the_same_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_python(monkeypatch, tmp_path, f'echo "${parity_rig.CUBLAS}" "$@" > {tmp_path}/seen; exit 7')
     loaded = load(str(tiny_recipe(tmp_path)))
-    seen: dict[str, Any] = {}
-
-    class Done:
-        returncode = 7
-
-    def start(command: list[str], **options: Any) -> Done:
-        seen.update(options, command=command)
-        return Done()
-
-    monkeypatch.setattr(parity_module.subprocess, "run", start)
     assert parity_module.in_fresh_process(loaded, ["a.yaml", "--arms", "full"]) == 7
-    assert seen["command"][1:] == ["-m", "lightning_gdn", "parity", "a.yaml", "--arms", "full"]
-    assert seen["env"][parity_rig.CUBLAS] == ":4096:8"
+    assert (tmp_path / "seen").read_text(encoding="utf-8").split() == [":4096:8", *"-m lightning_gdn parity a.yaml --arms full".split()]
+
+
+def test_sigterm_goes_on_to_the_fresh_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = tmp_path / "ended"
+    fake_python(monkeypatch, tmp_path, f"trap 'touch {ended}; exit 143' TERM; sleep 0.3; kill -TERM $PPID; while :; do sleep 0.02; done")
+    before = signal.getsignal(signal.SIGTERM)
+    assert parity_module.in_fresh_process(load(str(tiny_recipe(tmp_path))), ["a.yaml"]) == 143
+    assert ended.exists()
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 # Failures, bad arguments, sizes
