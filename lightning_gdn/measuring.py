@@ -41,7 +41,7 @@ def compare_verb(argv: Sequence[str]) -> int:
         recipe=replace(loaded.recipe, compare=replace(loaded.recipe.compare, arms=arms)),
         saved={**loaded.saved, "compare": {**loaded.saved["compare"], "arms": list(arms)}},
     )
-    check_runnable(loaded, arms, default=given.arms is None, distinct=True)
+    check_runnable(loaded, arms, default=given.arms is None)
     folder = new_folder(given.out, loaded)
     print(f"{len(arms)} arms x {loaded.recipe.compare.rounds} rounds, in {folder}", file=sys.stderr)
     try:
@@ -117,8 +117,8 @@ def parity_verb(argv: Sequence[str]) -> int:
     from .bench.parity_report import caption, markdown, terminal_table
 
     layouts = model_layouts(loaded.recipe)
-    arms = arms or expand(loaded, prepare(default_arms(layouts, loaded.recipe.compare.arms), distinct=False))
-    text = check_runnable(loaded, arms, default=given.arms is None, distinct=given.arms is not None)
+    arms = arms or expand(loaded, prepare(default_arms(layouts, loaded.recipe.compare.arms)))
+    text = check_runnable(loaded, arms, default=given.arms is None)
     options = ParityOptions(
         repeats=given.repeats, steps=given.steps, micro_batches=given.micro_batches, deterministic=not given.nondeterministic, plant=given.plant
     )
@@ -163,7 +163,7 @@ def profile_verb(argv: Sequence[str]) -> int:
     from .bench.compare import new_folder, split_arms
     from .bench.profile import Options, profile, refuse
 
-    arms = split_arms(given.arms, distinct=False) if given.arms is not None else None  # equal plans share their figures
+    arms = split_arms(given.arms) if given.arms is not None else None  # equal plans share their figures
     text = refuse(loaded, arms)
     folder = new_folder(given.out, loaded)
     write_yaml(loaded.saved, folder / "recipe.yaml", f"lightning-gdn profile {folder / 'recipe.yaml'}\nresolved from {loaded.source.name}")

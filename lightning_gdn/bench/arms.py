@@ -145,20 +145,10 @@ def configured(selection: Selection, section: OffloadSection) -> Selection:
     return replace(selection, offload=replace(selection.offload, **asdict(section)))
 
 
-def meaning(chosen: Selection | Rival, layouts: Sequence[BlockLayout] = ()) -> Hashable:
-    """Equal for two arms that are one plan.
-
-    Args:
-        chosen: an arm; of labels `configured`, if the plan is to be the recipe's.
-        layouts: blocks of a model that has what the arm names. Without them the label table decides: what is equal then is so in every model.
-    """
+def meaning(chosen: Selection | Rival) -> Hashable:
+    """Equal for two arms that are one plan in every model, by the label table."""
     if isinstance(chosen, Rival):
-        regions = frozenset(region for name in chosen.names for region in _regions_of(name))
-        count = None if chosen.num_blocks == len(layouts) else chosen.num_blocks
-        return chosen.kind, count, tuple(regions.intersection(layout.regions) for layout in layouts) or regions
-    if layouts:
-        blocks = Plan.from_labels(chosen, layouts).blocks
-        return tuple(_block_meaning(block) for block in blocks), _share(chosen, any(block.moves for block in blocks))
+        return chosen.kind, chosen.num_blocks, frozenset(region for name in chosen.names for region in _regions_of(name))
     full, moved = chosen.full, chosen.offload
     if full is not None and full.num_layers is None:
         full = FullRecompute(num_layers=1)  # `full:block` covers every block, one by one

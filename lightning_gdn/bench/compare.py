@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from .arms import Rival, check_rival, configured, meaning, parse, sweep
+from .arms import Rival, check_rival, parse, sweep
 from .checks import check_arm, check_blocks
 from .data import Text, check_vocabulary, read_text
 from .ending import terminated_cleanly
@@ -29,41 +29,35 @@ Launch = Callable[[Path, str, int, Path, Callable[[int, int], None]], int]
 """(recipe file, arm, round, record file, progress) -> exit code. The default starts a process; tests pass a stand-in."""
 
 
-def split_arms(text: str, *, distinct: bool = True) -> list[str]:
+def split_arms(text: str) -> list[str]:
     """`none,gdn_conv+layernorm,full` as a list; commas separate arms, so an arm cannot hold one.
 
     Raises:
-        UserError: an empty arm, an unknown label; as `prepare`.
+        UserError: an empty arm, an unknown label, an arm given twice.
     """
     arms = [part.strip() for part in text.split(",")]
     if not all(arms):
         raise UserError(f"--arms: expected arms separated by commas, got {text!r}; for instance none,gdn_conv+layernorm,full")
-    return prepare(arms, key="--arms", distinct=distinct)
+    return prepare(arms, key="--arms")
 
 
-def prepare(arms: Sequence[str], *, key: str = "compare.arms", distinct: bool = True) -> list[str]:
+def prepare(arms: Sequence[str], *, key: str = "compare.arms") -> list[str]:
     """Check arms and put the control first if it is missing.
 
-    Args:
-        distinct: refuse arms of different labels, too, that are one plan in every model. Without it, only those that name the same.
-
     Raises:
-        UserError: an unknown label, an arm given twice.
+        UserError: an unknown label, an arm given twice. (Arms of other names that resolve to one plan are what a sweep over labels compares.)
     """
     for arm in arms:
         check_arm(arm, key)
-    _check_distinct(arms, key, [meaning(parse(arm)) if distinct else _named(arm) for arm in arms])
-    return list(arms) if CONTROL in arms else [CONTROL, *arms]
-
-
-def _check_distinct(arms: Sequence[str], key: str, plans: Sequence[Hashable]) -> None:
     seen: dict[Hashable, str] = {}
-    for arm, plan in zip(arms, plans, strict=True):
+    for arm in arms:
+        plan = _named(arm)
         first = seen.get(plan)
         seen[plan] = arm
         if first is not None:
             what = f"{arm!r} is given twice" if first == arm else f"{first!r} and {arm!r} are the same plan"
             raise UserError(f"{key}: {what}; rounds repeat every arm (compare.rounds)")
+    return list(arms) if CONTROL in arms else [CONTROL, *arms]
 
 
 def _named(arm: str) -> Hashable:
@@ -93,12 +87,11 @@ def schedule(arms: Sequence[str], rounds: int) -> list[tuple[int, str]]:
     return [(index, arm) for index in range(rounds) for arm in (arms if index % 2 == 0 else list(reversed(arms)))]
 
 
-def check_runnable(loaded: Loaded, arms: Sequence[str], *, default: bool = False, distinct: bool = False) -> Text:
+def check_runnable(loaded: Loaded, arms: Sequence[str], *, default: bool = False) -> Text:
     """Everything that can be wrong with a run and be known before it: text, vocabulary, device, dimensions, labels, logger.
 
     Args:
         default: nobody named `arms` on the command line; an error says where the arm comes from.
-        distinct: refuse arms that are one plan in this model.
 
     Raises:
         UserError: the first problem found.
@@ -132,9 +125,6 @@ def check_runnable(loaded: Loaded, arms: Sequence[str], *, default: bool = False
         except ValueError as error:
             origin = f". It comes from compare.arms of {loaded.source.name}; choose others by --arms A,B,... or compare.arms=[A,B]"
             raise UserError(f"arm {arm!r}: {error}{origin if default and arm in recipe.compare.arms else ''}") from None
-    if distinct:
-        plans = [chosen if isinstance(chosen, Rival) else configured(chosen, recipe.offload) for chosen in map(parse, arms)]
-        _check_distinct(arms, "compare.arms" if default else "--arms", [meaning(chosen, layouts) for chosen in plans])
     return text
 
 

@@ -18,11 +18,11 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .arms import Rival, parse
+from .arms import Rival, meaning, parse
 
 __all__ = ["LINE", "Point", "analyse"]
 
@@ -45,6 +45,8 @@ class Point:
     on_line: bool = False
     finished: bool = True
     """False if a round failed: its figures stand, but nothing is dominated by it."""
+    plan: Hashable = None
+    """Equal for arms that are one plan (`arms.meaning`), which do not dominate each other."""
 
 
 def analyse(entries: Sequence[Mapping[str, Any]], *, control: str, kernels: str | None = None) -> dict[str, Any]:
@@ -94,6 +96,7 @@ def _point(entry: Mapping[str, Any], axis: str, control: str) -> Point | None:
         blocks=0 if kind == "control" else count,
         on_line=on_line or kind == "control",
         finished=entry["status"] == "ok",
+        plan=_plan(arm),
     )
 
 
@@ -104,6 +107,13 @@ def _kind(arm: str, control: str) -> str:
         return "rival" if isinstance(parse(arm), Rival) else "label"
     except ValueError:
         return "label"
+
+
+def _plan(arm: str) -> Hashable:
+    try:
+        return meaning(parse(arm))
+    except ValueError:
+        return arm
 
 
 def _spread(base: Mapping[str, Any] | None, axis: str) -> dict[str, float] | None:
@@ -165,7 +175,7 @@ def _row(
         row["ratio"] = point.overhead / crossing[0] if crossing[0] > 0 and not point.on_line else None
     if spread is None or point.kind == "control":
         return row
-    better = [other for other in points if other is not point and other.finished and _dominates(other, point, spread)]
+    better = [other for other in points if other.finished and other.plan != point.plan and _dominates(other, point, spread)]
     if better:
         best = min(better, key=lambda other: (other.overhead, -other.saving))
         row["dominated_by"] = best.arm

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from lightning_gdn.bench.arms import PARTS, RIVALS, SWEEP, Rival, is_rival, parse, sweep
+from lightning_gdn.bench.arms import PARTS, RIVALS, SWEEP, Rival, is_rival, meaning, parse, sweep
 from lightning_gdn.bench.compare import check_runnable, expand, prepare, split_arms
 from lightning_gdn.bench.errors import UserError
 from lightning_gdn.bench.labels_table import predict
 from lightning_gdn.bench.recipes import load
 from lightning_gdn.cli import main
-from lightning_gdn.labels import LABELS, parse_arm
+from lightning_gdn.labels import LABELS, OFFLOAD_LABELS, parse_arm
 from lightning_gdn.regions import REGIONS
 from tests.unit.bench_support import FAMILIES, tiny_recipe
 
@@ -75,10 +75,9 @@ def test_an_unknown_arm_names_the_nearest(arm: str, parts: list[str]) -> None:
 
 def test_a_rival_given_twice_is_one_arm() -> None:
     assert split_arms("checkpoint:full,full") == ["none", "checkpoint:full", "full"]
-    assert split_arms("checkpoint:gdn_in_proj,checkpoint:gdn_in_proj_conv")[1:] == ["checkpoint:gdn_in_proj", "checkpoint:gdn_in_proj_conv"]
-    for same in (["checkpoint:conv+prep", "checkpoint:prep+conv"], ["checkpoint:gdn_in_proj", "checkpoint:gdn_in_proj_split"]):
-        with pytest.raises(UserError, match="are the same plan"):
-            prepare(same)
+    assert split_arms("checkpoint:gdn_in_proj,checkpoint:gdn_in_proj_split")[1:] == ["checkpoint:gdn_in_proj", "checkpoint:gdn_in_proj_split"]
+    with pytest.raises(UserError, match="are the same plan"):
+        prepare(["checkpoint:conv+prep", "checkpoint:prep+conv"])
     with pytest.raises(UserError, match="given twice"):
         prepare(["save_on_cpu", "save_on_cpu"])
 
@@ -176,3 +175,49 @@ def test_labels_lists_rivals(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 def test_every_form_is_parsed() -> None:
     spell: Callable[[str], str] = lambda form: form.replace("NAME+NAME...", "conv+prep").replace(":K", ":1")  # noqa: E731
     assert all(is_rival(spell(form)) for form in RIVALS)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("mlp", "mlp+mlp_act"),
+        ("gdn_front", "gdn_front+gdn_conv"),
+        ("gdn+gdn_conv", "gdn_conv+gdn+gdn_gated_delta_rule+gdn_front"),
+        ("gdn_in_proj", "gdn_in_proj_split"),
+        ("full", "full+mlp_act"),
+        ("full", "full:block"),
+        ("full:uniform", "full:uniform:1+gdn"),
+        ("full:uniform:2", "full:uniform:2+layernorm"),
+        ("full:block:2+mlp", "full:block:2+mlp_act+mlp"),
+        ("full", "full+offload:mlp@0.5"),
+        ("full+offload:block_input", "full+gdn_conv+offload:block_input+offload:mlp"),
+        ("gdn_front", "gdn_front+offload:gdn_in_proj"),
+        ("offload:gdn_core_attn", "gdn_gated_delta_rule+offload:gdn_core_attn"),
+        ("checkpoint:gdn_conv", "checkpoint:conv+prep"),
+    ],
+)
+def test_arms_of_other_names_can_be_one_plan(first: str, second: str) -> None:
+    """A sweep over labels compares them (W1 and W2 are one plan here); only the same names twice are refused."""
+    assert split_arms(f"{first},{second}") == ["none", first, second]
+    assert meaning(parse(first)) == meaning(parse(second))
+
+
+def test_arms_that_resolve_to_something_else_are_another_plan() -> None:
+    """Every label, and pairs of which one holds most of the other."""
+    labels = [name for name in LABELS if name != "gdn_in_proj_split"]
+    arms = [
+        *labels,
+        "full",
+        "full:block:2",
+        "full:block:2+mlp",
+        "full:uniform:2",
+        *(f"offload:{name}" for name in OFFLOAD_LABELS if name != "block_input"),
+    ]
+    arms += [
+        "full+offload:block_input",
+        "full+offload:block_input@0.5",
+        "mlp+offload:mlp",
+        "gdn_conv+mla_up_proj",
+        "gdn+gdn_in_proj_conv_prep+layernorm",
+    ]
+    assert len({meaning(parse(arm)) for arm in arms}) == len(arms)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from lightning_gdn.bench.compare import check_runnable, child_environment, compare, new_folder, prepare, schedule, split_arms
+from lightning_gdn.bench.compare import child_environment, compare, new_folder, prepare, schedule, split_arms
 from lightning_gdn.bench.environment import autotune_hash, collect
 from lightning_gdn.bench.errors import UnlikeRecordsError, UserError
 from lightning_gdn.bench.judge import COLUMNS, judge, loss_difference
@@ -21,8 +21,6 @@ from lightning_gdn.bench.plot import draw, subtitle
 from lightning_gdn.bench.recipes import load
 from lightning_gdn.bench.records import check_alike, read_json, slug, write_json
 from lightning_gdn.bench.report import cells, kernels_line, markdown, terminal_table, write_csv
-from lightning_gdn.cli import main
-from lightning_gdn.labels import LABELS, OFFLOAD_LABELS
 from tests.unit.bench_support import record, timed, tiny_recipe
 
 
@@ -341,87 +339,6 @@ def test_two_spellings_of_one_plan_are_one_arm() -> None:
         split_arms("none,gdn_conv+layernorm,layernorm+gdn_conv")
     with pytest.raises(UserError, match="num_layers must be a positive integer, got '²'"):
         split_arms("none,full:uniform:²")
-
-
-@pytest.mark.parametrize(
-    ("first", "second"),
-    [
-        ("mlp", "mlp+mlp_act"),
-        ("gdn_front", "gdn_front+gdn_conv"),
-        ("gdn+gdn_conv", "gdn_conv+gdn+gdn_gated_delta_rule+gdn_front"),
-        ("gdn_in_proj", "gdn_in_proj_split"),
-        ("full", "full+mlp_act"),
-        ("full", "full:block"),
-        ("full:uniform", "full:uniform:1+gdn"),
-        ("full:uniform:2", "full:uniform:2+layernorm"),
-        ("full:block:2+mlp", "full:block:2+mlp_act+mlp"),
-        ("full", "full+offload:mlp@0.5"),
-        ("full+offload:block_input", "full+gdn_conv+offload:block_input+offload:mlp"),
-        ("gdn_front", "gdn_front+offload:gdn_in_proj"),
-        ("offload:gdn_core_attn", "gdn_gated_delta_rule+offload:gdn_core_attn"),
-        ("checkpoint:gdn_conv", "checkpoint:conv+prep"),
-    ],
-)
-def test_arms_that_resolve_to_the_same_modes_and_moves_are_one_plan(
-    first: str, second: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Wherever arms are checked, profile aside, which shares the figures of equal plans."""
-    told = f"{first!r} and {second!r} are the same plan; rounds repeat every arm (compare.rounds)"
-    recipe = str(tiny_recipe(tmp_path))
-    for verb, *words in [
-        ["compare", recipe, "--arms", f"none,{first},{second}"],
-        ["parity", recipe, "--arms", f"{first},{second}"],
-        ["validate", recipe, f"compare.arms=[{first},{second}]"],
-        ["labels", "--model", recipe, f"compare.arms=[{first},{second}]"],
-    ]:
-        key = "--arms" if "--arms" in words else "compare.arms"
-        assert main([verb, *words]) == 2
-        assert capsys.readouterr().err == f"lightning-gdn: {key}: {told}\n"
-
-
-def test_labels_that_resolve_to_something_else_are_another_plan() -> None:
-    """Every label, and pairs of which one holds most of the other."""
-    labels = [name for name in LABELS if name != "gdn_in_proj_split"]
-    arms = [
-        *labels,
-        "full",
-        "full:block:2",
-        "full:block:2+mlp",
-        "full:uniform:2",
-        *(f"offload:{name}" for name in OFFLOAD_LABELS if name != "block_input"),
-    ]
-    arms += [
-        "full+offload:block_input",
-        "full+offload:block_input@0.5",
-        "mlp+offload:mlp",
-        "gdn_conv+mla_up_proj",
-        "gdn+gdn_in_proj_conv_prep+layernorm",
-    ]
-    assert split_arms(",".join(arms)) == ["none", *arms]
-    assert split_arms("mlp,mlp+mlp_act", distinct=False) == ["none", "mlp", "mlp+mlp_act"]
-
-
-@pytest.mark.parametrize(
-    ("first", "second"),
-    [
-        ("full", "full:block:4"),
-        ("full:uniform:4", "full:uniform:9"),
-        ("full:block:4+mlp", "full"),
-        ("checkpoint:full", "checkpoint:block:4"),
-    ],
-)
-def test_what_only_the_models_blocks_make_one_plan_is_refused_too(
-    first: str, second: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    recipe = str(tiny_recipe(tmp_path))
-    assert split_arms(f"{first},{second}") == ["none", first, second]
-    for verb, key in (("compare", "--arms"), ("parity", "--arms"), ("compare", "compare.arms")):
-        words = ["--arms", f"{first},{second}"] if key == "--arms" else [f"compare.arms=[{first},{second}]"]
-        assert main([verb, recipe, *words]) == 2
-        assert f"lightning-gdn: {key}: {first!r} and {second!r} are the same plan; " in capsys.readouterr().err
-    other = ["none", "full", "full:block:3", "full:uniform:2", "full:uniform:3", "checkpoint:full", "checkpoint:block:3", "offload:mlp", "mlp"]
-    assert check_runnable(load(recipe), other, distinct=True).data
-    assert check_runnable(load(recipe), [first, second]).data
 
 
 def test_sigterm_ends_the_comparison_and_its_arm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,6 +64,15 @@ def test_the_line_dominates_where_no_arm_does() -> None:
     assert below["ratio"] == pytest.approx(0.6)
 
 
+@pytest.mark.parametrize(("one", "other"), [("mlp", "mlp+mlp_act"), ("full+mlp_act", "full"), ("gdn_in_proj_split", "gdn_in_proj")])
+def test_one_plan_does_not_dominate_itself(one: str, other: str) -> None:
+    """The second is measured as faster, which is noise."""
+    result = compared({one: (800.0, 110.0), other: (800.0, 107.0), "gdn_conv": (800.0, 109.0)})
+    assert point(result, one)["dominated_by"] == "gdn_conv"
+    assert point(compared({one: (800.0, 110.0), other: (800.0, 107.0)}), one)["dominated_by"] is None
+    assert point(result, "gdn_conv")["dominated_by"] == other
+
+
 def test_what_lies_beyond_the_line_has_no_ratio() -> None:
     result = compared({"checkpoint:block:4": (600.0, 112.0), "full": (100.0, 126.0), "gdn_in_proj": (1000.0, 117.0), "gdn_norm_out": (1010.0, 101.0)})
     assert point(result, "full")["ratio"] is None
