@@ -20,7 +20,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from ..labels import FIRST, LABELS, OFFLOAD_MOVES, FullRecompute, Selection, parse_arm
-from ..plan import BlockPlan, Plan
+from ..plan import Plan
 from ..regions import GDN, REGIONS, BlockLayout
 from .errors import UserError, nearest
 from .schema import OffloadSection
@@ -159,15 +159,8 @@ def meaning(chosen: Selection | Rival) -> Hashable:
         within = replace(moved, labels=tuple(name for name in moved.labels if name not in inputs)) if moved is not None else None
         labels = Selection(labels=tuple(name for name in chosen.labels if name not in nowhere), offload=within)
         (rest,) = Plan.from_labels(labels, [BlockLayout(name="every", kind=GDN, regions=tuple(REGIONS))]).blocks
-    return full, nowhere, inputs, _block_meaning(rest) if rest else None, _share(chosen, bool(inputs or (rest and rest.moves)))
-
-
-def _block_meaning(block: BlockPlan) -> Hashable:
-    return block.modes, block.carry, frozenset(block.moves)
-
-
-def _share(chosen: Selection, moves: bool) -> float | str | None:
-    return chosen.offload.fraction if chosen.offload is not None and moves else None
+    share = moved.fraction if moved is not None and (inputs or (rest is not None and rest.moves)) else None
+    return full, nowhere, inputs, rest and (rest.modes, frozenset(rest.moves)), share
 
 
 def _checkpoint(text: str, rest: str) -> Rival:

@@ -208,10 +208,11 @@ class Recorder:
             "eligible_bytes",
             "fallbacks",
             "fallback_bytes",
+            "prefetch_oom",
         )
         return StepStatistics(
             fraction=fraction,
-            **{name: counts.get(name, 0) for name in (*numbers, "prefetch_oom", "forwards")},
+            **{name: counts.get(name, 0) for name in numbers},
             skipped=skipped,
             pinned_held=pool.held,
             pinned_in_use=pool.in_use,

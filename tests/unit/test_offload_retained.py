@@ -18,9 +18,9 @@ from lightning_gdn.bench.recipes import load
 from lightning_gdn.bench.report import markdown, retained_remark
 from lightning_gdn.callbacks._offload import OffloadTotals
 from lightning_gdn.callbacks._report import RunFacts, ledger_of
-from lightning_gdn.labels import Selection, parse_arm
 from lightning_gdn.offload.statistics import StepStatistics, merged
 from tests.models import tiny_batch, tiny_qwen3_5
+from tests.parity.steps import moving
 from tests.unit.bench_support import record, tiny_recipe
 
 ARMS = (
@@ -31,12 +31,6 @@ ARMS = (
     "full+offload:block_input",
     "full:uniform:2+offload:block_input",
 )
-
-
-def moving(arm: str, **fields: Any) -> Selection:
-    selection = parse_arm(arm)
-    assert selection.offload is not None
-    return replace(selection, offload=replace(selection.offload, **{"min_bytes": 0, "resident_last_blocks": 0, **fields}))
 
 
 def step(model: torch.nn.Module, applied: AppliedPlan, micro_batches: int = 1, tokens: int = 65) -> StepStatistics:
