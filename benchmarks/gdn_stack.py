@@ -7,7 +7,7 @@
 Per arm and round: `--warm` steps, then `--steps` measured ones. A step is forward, mean square of the output as the loss, backward; no
 optimizer. `act` is what is allocated after the forward beyond what was before it, `peak` the allocated peak of the step, weights included.
 `regions` times each region's forward alone: the replay times that an overhead is made of, and `overhead_gap_points` says by how much an
-arm's measured overhead is above their sum. Every arm's gradients are compared with the control's bit for bit.
+arm's measured overhead is above their sum. Every arm's gradients are compared with the control's by a fingerprint of their bits.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rounds import CONTROL, MIB, alternate, arms_of, header, judge, print_table, under, write
+from fingerprints import Fingerprint
+from rounds import CONTROL, MIB, alternate, arms_of, header, in_turns, judge, print_table, under, write
 from torch import Tensor
 
 from lightning_gdn.bench.arms import Rival, parse
@@ -40,7 +41,7 @@ SEGMENTS = (
 )
 
 
-def one_step(stack: GDNStack, x0: Tensor) -> tuple[float, float, float]:
+def one_step(stack: GDNStack, x0: Tensor) -> dict[str, float]:
     """Milliseconds, MiB retained after the forward, MiB of the peak."""
     for parameter in stack.parameters():
         parameter.grad = None
@@ -54,7 +55,7 @@ def one_step(stack: GDNStack, x0: Tensor) -> tuple[float, float, float]:
     del out
     loss.backward()
     torch.cuda.synchronize()
-    return (time.perf_counter() - start) * 1e3, act / MIB, torch.cuda.max_memory_allocated() / MIB
+    return {"ms": (time.perf_counter() - start) * 1e3, "act_mib": act / MIB, "peak_mib": torch.cuda.max_memory_allocated() / MIB}
 
 
 @torch.no_grad()
@@ -117,7 +118,7 @@ def main() -> None:
     parser.add_argument("--warm", type=int, default=2)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--arms", default=ARMS, help="arms separated by commas, or `segments`")
-    parser.add_argument("--beside", action="store_true", help="measure the control once more beside every arm: where the host decides")
+    parser.add_argument("--beside", action="store_true", help="the control once more beside every arm, in turns of one step: where the host decides")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     torch.manual_seed(0)
@@ -130,22 +131,20 @@ def main() -> None:
     for _ in range(3):  # compiles and tunes
         one_step(stack, x0)
     regions = region_times(stack, x0)
-    control: list[Tensor] = []
-    equal: dict[str, bool] = {}
+    bits = dict[str, str]()
 
-    def measure(arm: str, index: int) -> dict[str, Any]:
+    def measure(arm: str, count: int) -> dict[str, Any]:
         with under(stack, arm):
-            for _ in range(args.warm):
-                one_step(stack, x0)
-            rows = [one_step(stack, x0) for _ in range(args.steps)]
-        if index == 0:  # on the GPU the control's gradients would be part of every peak
-            gradients = [p.grad.cpu() for p in stack.parameters() if p.grad is not None]
-            if not control:  # the control is the first
-                control.extend(gradients)
-            equal[arm] = all(torch.equal(a, b) for a, b in zip(control, gradients, strict=True))
-        return {"ms": statistics.median(r[0] for r in rows), "act_mib": rows[-1][1], "peak_mib": max(r[2] for r in rows)}
+            rows = [one_step(stack, x0) for _ in range(args.warm + count)][args.warm :]
+            if arm not in bits:  # made anew each time: on the GPU it would be part of every peak
+                bits[arm] = Fingerprint("cuda").of(p.grad for p in stack.parameters() if p.grad is not None)
+        return {"ms": statistics.median(row["ms"] for row in rows), "act_mib": rows[-1]["act_mib"], "peak_mib": max(row["peak_mib"] for row in rows)}
 
-    rounds = alternate(arms, args.rounds, measure, seconds=args.seconds, control_of=(lambda arm: CONTROL) if args.beside else None)
+    beside: dict[str, Any] = {}
+    if args.beside:
+        beside = {"control_of": lambda arm: CONTROL, "side_by_side": lambda pair, _: in_turns(pair, lambda arm: measure(arm, 1), args.steps)}
+    rounds = alternate(arms, args.rounds, lambda arm, _: measure(arm, args.steps), seconds=args.seconds, **beside)
+    equal = {arm: bits[arm] == bits[CONTROL] for arm in arms}
     judged = judge(rounds, args.layers, "fused")
     for arm, entry in judged["arms"].items():
         entry["gradients_bit_equal"] = equal[arm]

@@ -7,6 +7,7 @@ before its measured steps and waits once more, so that nothing else need run bes
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -62,6 +63,8 @@ def time_job(trainee: Any, spec: Mapping[str, Any], gate: Gate) -> dict[str, Any
     with in_force(trainee.model, spec["arm"], spec["kernels"], spec["options"]) as applied:
         warm, done = warm_up(trainee, applied, spec)
         gate("WARM")
+        gc.collect()
+        gc.freeze()  # a full collection goes through all that the libraries made, some 200 ms, and would fall on some processes' steps
         warm.append(timed_step(trainee, len(warm), applied if moves else None, device))  # a device that has waited is no warm one
         rows = [timed_step(trainee, len(warm) + index, applied if moves else None, device) for index in range(spec["steps"])]
         found = medians(rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import platform
@@ -46,14 +47,17 @@ def alternate(
     *,
     seconds: float = math.inf,
     control_of: Callable[[str], str] | None = None,
+    side_by_side: Callable[[tuple[str, str], int], dict[str, dict[str, Any]]] | None = None,
 ) -> dict[str, list[dict[str, Any]]]:
     """Every arm once per round, in turns forwards and backwards; no round is begun that would likely end after `seconds`.
 
     With `control_of` the control of every other arm is measured once more right beside it, as `beside` of its row: where the host decides, its
-    speed changes within seconds.
+    speed changes within seconds. `side_by_side` measures such a pair together; without it one follows the other.
     """
     found: dict[str, list[dict[str, Any]]] = {arm: [] for arm in arms}
     start = time.monotonic()
+    gc.collect()
+    gc.freeze()  # a full collection goes through all that the libraries made, some 200 ms, and would fall on some arms' steps
     for index in range(rounds):
         if index and (time.monotonic() - start) * (index + 1) / index > seconds:
             print(f"{index} of {rounds} rounds, for lack of time", flush=True)
@@ -62,11 +66,29 @@ def alternate(
             control = control_of(arm) if control_of else arm
             pair = [arm] if arm == control else [control, arm] if index % 2 == 0 else [arm, control]
             rows = {}
-            for one in pair:
+            if len(pair) == 2 and side_by_side is not None:
                 torch.cuda.empty_cache()
-                rows[one] = measure(one, index)
+                rows = side_by_side((pair[0], pair[1]), index)
+            else:
+                for one in pair:
+                    torch.cuda.empty_cache()
+                    rows[one] = measure(one, index)
             found[arm].append(rows[arm] if arm == control else {**rows[arm], "beside": rows[control]})
             print(f"  round {index + 1}: {arm} {found[arm][-1]['ms']:.1f} ms, {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
+    return found
+
+
+def in_turns(pair: tuple[str, str], step: Callable[[str], dict[str, Any]], turns: int) -> dict[str, dict[str, Any]]:
+    """Two arms in turns of one measured step, after one turn unseen; per arm the median of every figure, and the largest peak."""
+    rows: dict[str, list[dict[str, Any]]] = {arm: [] for arm in pair}
+    for index in range(1 + turns):
+        for arm in pair if index % 2 == 0 else pair[::-1]:
+            row = step(arm)
+            if index:
+                rows[arm].append(row)
+    found = {arm: {key: statistics.median(row[key] for row in rows[arm]) for key in rows[arm][0]} for arm in pair}
+    for arm in pair:
+        found[arm]["peak_mib"] = max(row["peak_mib"] for row in rows[arm])
     return found
 
 

@@ -4,7 +4,7 @@
 #   benchmarks/tables.sh OUT [TABLE ...]       TABLE: segments stack stack_2048 whole_16384 whole_4096 4b profile host; default: all
 #
 # SECONDS_PER_TABLE (default 120) bounds the rounds of each; what did not fit is said, and the record holds whole rounds. PYTHON=python3
-# chooses the interpreter. Where the host decides (2048 and 4096 tokens) the control is measured beside every arm. A process start, and kernels that have to be tuned, come on top.
+# chooses the interpreter. Where the host decides (2048 and 4096 tokens) the control takes turns with every arm, step by step. A process start, and kernels that have to be tuned, come on top.
 set -u
 out=${1:?usage: benchmarks/tables.sh OUT [TABLE ...]}
 shift
@@ -30,7 +30,7 @@ for name in ${*:-stack whole_16384 stack_2048 segments profile whole_4096 4b hos
     case $name in
         segments) table "$name" benchmarks/gdn_stack.py --layers 1 --arms segments --warm 1 --steps 6 --seconds "$limit" ;;
         stack) table "$name" benchmarks/gdn_stack.py --warm 1 --steps 4 --seconds "$limit" ;;
-        stack_2048) table "$name" benchmarks/gdn_stack.py --seq 2048 --batch 1 --warm 1 --steps 6 --beside --seconds "$limit" ;;
+        stack_2048) table "$name" benchmarks/gdn_stack.py --seq 2048 --batch 1 --warm 1 --steps 4 --beside --seconds "$limit" ;;
         whole_16384) table "$name" benchmarks/whole_model.py --seq 16384 --warm 1 --steps 2 --arms "$STOCK,$FUSED" --seconds "$limit" ;;
         whole_4096) table "$name" benchmarks/whole_model.py --seq 4096 --micro-batches 4 --warm 1 --steps 2 --beside --arms "$STOCK,$FUSED" --seconds "$limit" ;;
         4b) table "$name" benchmarks/whole_model.py --recipe qwen3_5_4b --seq 8192 --warm 1 --steps 2 --arms "$FUSED" --seconds "$limit" ;;

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from fla.modules import FusedLinearCrossEntropyLoss
-from rounds import CONTROL, MIB, against_own_spread, alternate, arms_of, header, judge, print_table, spread, under, write
+from rounds import CONTROL, MIB, against_own_spread, alternate, arms_of, header, in_turns, judge, print_table, spread, under, write
 from torch import Tensor
 
 from lightning_gdn.bench.data import make_loaders, read_text
@@ -107,7 +107,7 @@ def main() -> None:
     parser.add_argument("--micro-batches", type=int, default=1)
     parser.add_argument("--losses", type=int, default=0)
     parser.add_argument("--loss-runs", type=int, default=3, help="stock runs of --losses")
-    parser.add_argument("--beside", action="store_true", help="measure the control once more beside every arm: where the host decides")
+    parser.add_argument("--beside", action="store_true", help="the control once more beside every arm, in turns of one step: where the host decides")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--recipe", default="qwen3_5_0_8b")
     parser.add_argument("overrides", nargs="*", help="of the recipe's model, for instance model.num_hidden_layers=12")
@@ -128,7 +128,13 @@ def main() -> None:
     def control_of(arm: str) -> str:
         return f"{arm.split(':', 1)[0]}:{CONTROL}"
 
-    rounds = alternate(arms, args.rounds, one, seconds=args.seconds, control_of=control_of if args.beside else None)
+    def turn(arm: str) -> dict[str, Any]:
+        return measure(trainee, *arm.split(":", 1), args.warm, 1)
+
+    beside: dict[str, Any] = {}
+    if args.beside:
+        beside = {"control_of": control_of, "side_by_side": lambda pair, _: in_turns(pair, turn, args.steps)}
+    rounds = alternate(arms, args.rounds, one, seconds=args.seconds, **beside)
     record: dict[str, Any] = {**header("whole_model.py"), "parameters": sum(p.numel() for p in trainee.model.parameters()), "settings": {}}
     for kernels, found in settings.items():
         if CONTROL not in found:

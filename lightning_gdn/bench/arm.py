@@ -30,6 +30,7 @@ from .ending import TerminatedError, exit_code, terminated_cleanly
 from .environment import collect
 from .errors import UserError
 from .flops import FLOPS_FORMULA, flops_per_token
+from .garbage import frozen_garbage
 from .module import BenchModule, fused_loss_problem, make_module, meta_model
 from .ranks import RankNotes, merge, started_rank
 from .recipes import load
@@ -162,7 +163,8 @@ def run_arm(
             if progress is not None:
                 callbacks.append(_Progress(progress, recipe.trainer.max_steps))
             trainer = make_trainer(recipe, device, strategy, callbacks, interactive, logger)
-            ending.fit(trainer, module, train, validation)
+            with frozen_garbage():
+                ending.fit(trainer, module, train, validation)
             record["status"] = "ok"
         except TerminatedError as stop:
             record["error"] = str(stop)

@@ -27,6 +27,7 @@ from .data import Text, check_vocabulary, make_loaders
 from .ending import TerminatedError, terminated_cleanly
 from .environment import collect
 from .errors import UserError
+from .garbage import frozen_garbage
 from .judge import CONTROL
 from .module import make_module, meta_model
 from .profile_phases import Moment
@@ -99,7 +100,8 @@ def profile(
         trainer = make_trainer(recipe, device, None, [session], progress, False)
         with terminated_cleanly() as ending, warnings.catch_warnings():
             warnings.simplefilter("ignore", FreesNothingWarning)  # the table says it
-            ending.fit(trainer, module, train)
+            with frozen_garbage():
+                ending.fit(trainer, module, train)
         if not session.measured.done:
             raise RuntimeError(f"the training ended after {trainer.global_step} steps, before the profile was complete")
         record |= {"status": "ok", "losses_hex": [float(loss).hex() for loss in module.losses]}

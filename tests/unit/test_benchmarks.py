@@ -40,3 +40,27 @@ def test_the_control_beside_an_arm_is_what_it_is_paired_with(bench: Callable[[st
     plain = rounds.judge(rounds.alternate(arms, 2, measure), 4, "stock")
     assert "beside" not in str(plain)
     assert plain["arms"]["full"]["ms_pct"]["max"] - plain["arms"]["full"]["ms_pct"]["min"] > 2
+
+
+def test_a_pair_side_by_side_takes_turns(bench: Callable[[str], Any]) -> None:
+    """A host that gets slower: the arm and the control of a pair see the same host."""
+    rounds = bench("rounds")
+    calls: list[str] = []
+
+    def step(arm: str) -> dict[str, Any]:
+        calls.append(arm)
+        return {"ms": {"none": 100.0, "full": 130.0}[arm] * 1.05 ** len(calls), "peak_mib": 10.0 + len(calls)}
+
+    pair = rounds.in_turns(("none", "full"), step, 3)
+    assert calls == ["none", "full", "full", "none", "none", "full", "full", "none"]
+    assert pair["full"]["ms"] / pair["none"]["ms"] == pytest.approx(1.3 * 1.05)
+    assert (pair["none"]["peak_mib"], pair["full"]["peak_mib"]) == (18, 17)
+    found = rounds.alternate(
+        ["none", "full"],
+        2,
+        lambda arm, index: step(arm),
+        control_of=lambda arm: "none",
+        side_by_side=lambda pair, index: rounds.in_turns(pair, step, 3),
+    )
+    judged = rounds.judge(found, 4, "stock")
+    assert judged["arms"]["full"]["ms_pct"]["median"] == pytest.approx(30, abs=2)
