@@ -10,6 +10,7 @@
 | `hf_gradient_checkpointing` | `model.gradient_checkpointing_enable()` |
 | `selective_checkpoint` | `torch.utils.checkpoint` around every whole block, with a policy that saves attention and every second matmul |
 | `save_on_cpu` | `torch.autograd.graph.save_on_cpu(pin_memory=True)` around the model's forward |
+| `save_on_cpu:NAME+NAME...` | the same around single regions: those of these labels (of offload labels too), or these regions |
 
 A rival stands alone: it cannot be joined with labels.
 """
@@ -21,7 +22,7 @@ from dataclasses import asdict, dataclass, replace
 
 from ..labels import FIRST, LABELS, OFFLOAD_MOVES, FullRecompute, Selection, parse_arm
 from ..plan import Plan
-from ..regions import GDN, REGIONS, BlockLayout
+from ..regions import GDN, REGIONS, BlockLayout, Moves
 from .errors import UserError, nearest
 from .schema import OffloadSection
 
@@ -43,7 +44,7 @@ __all__ = [
 
 HF, SELECTIVE, SAVE_ON_CPU = "hf_gradient_checkpointing", "selective_checkpoint", "save_on_cpu"
 SWEEP = "checkpoint:sweep"
-_PREFIX = "checkpoint:"
+_PREFIX, _ON_CPU = "checkpoint:", f"{SAVE_ON_CPU}:"
 _BLOCKS, _REGIONS, _SWEEP = "blocks", "regions", "sweep"
 
 RIVALS: dict[str, str] = {
@@ -54,8 +55,12 @@ RIVALS: dict[str, str] = {
     HF: "model.gradient_checkpointing_enable() of transformers",
     SELECTIVE: "torch.utils.checkpoint around every whole block; attention and every second matmul are saved",
     SAVE_ON_CPU: "torch.autograd.graph.save_on_cpu(pin_memory=True) around the model's forward",
+    "save_on_cpu:NAME+NAME...": "save_on_cpu(pin_memory=True) around the regions of labels, of offload labels too, or around named regions",
 }
 """Form of each rival -> the public call behind it."""
+
+_SAVED = tuple(name for name, moves in OFFLOAD_MOVES.items() if all(what is Moves.SAVED for _, what in moves))
+"""Offload labels that move what regions save: these have a rival in `save_on_cpu` around the same regions."""
 
 PARTS: tuple[tuple[str, ...], ...] = (
     ("input_norm",),
@@ -73,15 +78,15 @@ class Rival:
     """One rival, before any model is known."""
 
     kind: str
-    """`blocks`, `regions`, `sweep`, or the name of a rival that takes no argument."""
+    """`blocks`, `regions`, `sweep`, or the rival's name."""
     names: tuple[str, ...] = ()
-    """With `regions`: labels and regions as written."""
+    """With `regions` and `save_on_cpu`: labels and regions as written. None with `save_on_cpu`: the whole forward."""
     num_blocks: int | None = None
     """With `blocks`: the first so many; None for all."""
 
     def __str__(self) -> str:
-        if self.kind == _REGIONS:
-            return _PREFIX + "+".join(self.names)
+        if self.names:
+            return (_PREFIX if self.kind == _REGIONS else _ON_CPU) + "+".join(self.names)
         if self.kind == _BLOCKS:
             return _PREFIX + ("full" if self.num_blocks is None else f"block:{self.num_blocks}")
         return SWEEP if self.kind == _SWEEP else self.kind
@@ -91,9 +96,17 @@ class Rival:
         """True for a point of the k-of-N line: a plain checkpoint around whole blocks."""
         return self.kind == _BLOCKS
 
+    @property
+    def checkpoints_regions(self) -> bool:
+        """True for plain checkpoints around rows of regions."""
+        return self.kind == _REGIONS
+
     def groups(self, regions: Sequence[str]) -> tuple[tuple[str, ...], ...]:
-        """The checkpoints of one block that has these regions: each a row of regions that follow each other in one module."""
+        """What is under one context in a block that has these regions: each region by itself with `save_on_cpu`, for a checkpoint a row of
+        regions that follow each other in one module."""
         wanted = {region for name in self.names for region in _regions_of(name)}.intersection(regions)
+        if self.kind == SAVE_ON_CPU:
+            return tuple((region,) for region in regions if region in wanted)
         found: list[tuple[str, ...]] = []
         for part in PARTS:
             row: list[str] = []
@@ -107,7 +120,9 @@ class Rival:
 
 
 def _regions_of(name: str) -> tuple[str, ...]:
-    return (name,) if name in REGIONS else tuple(region for region, _ in LABELS[name].modes)
+    if name in REGIONS:
+        return (name,)
+    return tuple(region for region, _ in (LABELS[name].modes if name in LABELS else OFFLOAD_MOVES[name]))
 
 
 def is_rival(arm: str) -> bool:
@@ -127,13 +142,16 @@ def parse(text: str) -> Selection | Rival:
         return Rival(kind=text)
     if text.startswith(_PREFIX):
         return _checkpoint(text, text.removeprefix(_PREFIX))
+    if text.startswith(_ON_CPU):
+        return Rival(kind=SAVE_ON_CPU, names=_names(text, _ON_CPU))
     parts = [part.strip() for part in text.split("+")]
-    joined = next((part for part in parts if part.startswith(_PREFIX) or part in (HF, SELECTIVE, SAVE_ON_CPU)), None)
+    joined = next((part for part in parts if part.startswith((_PREFIX, _ON_CPU)) or part in (HF, SELECTIVE, SAVE_ON_CPU)), None)
     if joined:
         raise UserError(f"{text!r}: the rival {joined!r} stands alone; write it as an arm of its own, separated by a comma")
     close = nearest(text.partition(":")[0], (HF, SELECTIVE, SAVE_ON_CPU, "checkpoint"), cutoff=0.8)
     if close:
-        hint = close if close != "checkpoint" else f"{_PREFIX}{text.partition(':')[2] or 'full'}"
+        rest = text.partition(":")[2] or ("full" if close == "checkpoint" else "")
+        hint = f"{close}:{rest}" if rest and close in ("checkpoint", SAVE_ON_CPU) else close
         raise UserError(f"unknown arm {text!r} (did you mean {hint!r}?). Rivals: {', '.join(RIVALS)}")
     return parse_arm(text)
 
@@ -173,16 +191,32 @@ def _checkpoint(text: str, rest: str) -> Rival:
         if not (number.isascii() and number.isdigit() and int(number) > 0):
             raise UserError(f"{text!r}: expected the number of blocks, a positive integer, got {number!r}; for instance checkpoint:block:6")
         return Rival(kind=_BLOCKS, num_blocks=int(number))
-    names = [name.strip() for name in rest.split("+")]
+    return Rival(kind=_REGIONS, names=_names(text, _PREFIX))
+
+
+def _names(text: str, prefix: str) -> tuple[str, ...]:
+    """Labels and regions behind the prefix, each once."""
+    known = list(dict.fromkeys([*LABELS, *REGIONS, *(_SAVED if prefix == _ON_CPU else ())]))
+    valid = [*known, "full", "block:K", "sweep"] if prefix == _PREFIX else known
+    names = [name.strip() for name in text.removeprefix(prefix).split("+")]
     for name in names:
-        if name not in LABELS and name not in REGIONS:
-            known = [*LABELS, *REGIONS, "full", "block:K", "sweep"]
-            if name.split(":")[0] in ("full", "block", "sweep"):
-                raise UserError(f"{text!r}: {name!r} stands alone; write checkpoint:full, checkpoint:block:K or checkpoint:sweep")
-            close = nearest(name, known)
-            hint = f" (did you mean {_PREFIX}{close}?)" if close else ""
-            raise UserError(f"{text!r}: {name!r} is no label and no region{hint}. Valid after {_PREFIX} are {', '.join(known)}")
-    return Rival(kind=_REGIONS, names=tuple(dict.fromkeys(names)))
+        if name in known:
+            continue
+        if name.split(":")[0] in ("full", "block", "sweep"):
+            write = f"{SAVE_ON_CPU}, around the whole forward" if prefix == _ON_CPU else f"{_PREFIX}full, {_PREFIX}block:K or {SWEEP}"
+            raise UserError(f"{text!r}: {name!r} stands alone; write {write}")
+        if prefix == _ON_CPU and name in OFFLOAD_MOVES:
+            raise UserError(f"{text!r}: {_no_rival(name)}; write {SAVE_ON_CPU}, around the whole forward")
+        close = nearest(name, valid)
+        hint = f" (did you mean {prefix}{close}?)" if close else ""
+        raise UserError(f"{text!r}: {name!r} is no label and no region{hint}. Valid after {prefix} are {', '.join(valid)}")
+    return tuple(dict.fromkeys(names))
+
+
+def _no_rival(name: str) -> str:
+    """Why no region has what this offload label moves."""
+    what = "a block's input" if OFFLOAD_MOVES[name][0][0] == FIRST else "outputs, whoever saves them"
+    return f"offload:{name} moves {what}, which {SAVE_ON_CPU} around regions does not"
 
 
 def check_rival(rival: Rival, layouts: Sequence[BlockLayout], *, hugging_face: bool) -> None:
@@ -201,8 +235,10 @@ def check_rival(rival: Rival, layouts: Sequence[BlockLayout], *, hugging_face: b
     for name in rival.names:
         if not present.keys() & set(_regions_of(name)):
             close = nearest(name, present)
-            hint = f" (did you mean {_PREFIX}{close}?)" if close else ""
-            raise UserError(f"{rival}: none of the model's {len(layouts)} blocks has a region of {name!r}{hint}. Regions: {', '.join(present)}")
+            on_cpu = rival.kind == SAVE_ON_CPU
+            hint = f" (did you mean {_ON_CPU if on_cpu else _PREFIX}{close}?)" if close else ""
+            none = f"; {_no_rival(name)}" if on_cpu and name in OFFLOAD_MOVES and name not in _SAVED else ""
+            raise UserError(f"{rival}: none of the model's {len(layouts)} blocks has a region of {name!r}{hint}{none}. Regions: {', '.join(present)}")
 
 
 def sweep(arms: Sequence[str], blocks: int) -> list[str]:

@@ -6,7 +6,7 @@ the fused functions inside the rival's checkpoints, as the control runs them wit
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -25,7 +25,7 @@ from ..inspection import FoundBlock, ModelReport, inspect_model
 from ..replay import is_parameter
 from ..takeover import PartTakeover, Takeover
 from .arms import HF, SAVE_ON_CPU, SELECTIVE, Rival, check_rival
-from .segments import SegmentTape
+from .segments import OnCpuTape, SegmentTape
 
 __all__ = ["Installed", "RivalCallback", "install", "selective_contexts", "without_a_trace"]
 
@@ -123,6 +123,22 @@ class _SegmentedBlock(Takeover):
             return self._run(module, tape, *args, **kwargs)
 
 
+class _OnCpuBlock(Takeover):
+    """A block with `save_on_cpu` around single regions."""
+
+    def __init__(self, found: FoundBlock, regions: Sequence[str], kernels: str) -> None:
+        super().__init__(found.module, found.adapter.block_forward)
+        self._regions, self._kernels = regions, kernels
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self.module
+        if not torch.is_grad_enabled():
+            return self.untouched(module, *args, **kwargs)
+        on_gpu = next(module.parameters()).device.type == "cuda"
+        with OnCpuTape(self._regions, self._kernels, pin_memory=on_gpu) as tape:
+            return self._run(module, tape, *args, **kwargs)
+
+
 class _OnCpu(Takeover):
     """A model whose saved tensors wait in host memory."""
 
@@ -171,11 +187,11 @@ class Installed:
         """What is in force."""
         rival, blocks = self.rival, self.blocks
         if rival.names:
-            per_block: dict[str, int] = {}
-            for groups in self._groups:
-                for group in groups:
-                    per_block["-".join(group)] = per_block.get("-".join(group), 0) + 1
-            what = f"torch.utils.checkpoint over {', '.join(f'{name} in {count}' for name, count in per_block.items())}"
+            found = Counter("-".join(group) for groups in self._groups for group in groups)
+            where = ", ".join(f"{name} in {number}" for name, number in found.items())
+            what = f"torch.utils.checkpoint over {where}"
+            if not rival.checkpoints_regions:
+                what = f"save_on_cpu(pin_memory=True) around {found.total()} regions in {sum(map(bool, self._groups))} of them: {where}"
         elif rival.whole_blocks:
             what = f"torch.utils.checkpoint around {rival.num_blocks or blocks} whole blocks"
         else:
@@ -189,7 +205,7 @@ class Installed:
     @property
     def can_count(self) -> bool:
         """Whether held bytes can be counted exactly: not where tensors are kept by means that no hook around a block sees."""
-        return self.rival.whole_blocks or bool(self.rival.names)
+        return self.rival.whole_blocks or self.rival.checkpoints_regions
 
     def held_bytes(self, forward: Callable[[], Tensor]) -> int | None:
         """Bytes that the blocks hold between forward and backward, by the ledger's definition; None where that cannot be counted.
@@ -258,14 +274,19 @@ def _takeovers(model: nn.Module, rival: Rival, report: ModelReport, kernels: str
         return [_WholeBlock(found.module, count, {}) for found in report.blocks[: rival.num_blocks]]
     if rival.kind == SELECTIVE:
         return [_WholeBlock(found.module, count, {"context_fn": selective_contexts}) for found in report.blocks]
-    if rival.kind == SAVE_ON_CPU:
+    if rival.kind == SAVE_ON_CPU and not rival.names:
         return [_OnCpu(model, _not_by_regions)]
     takeovers: list[Takeover] = []
     for found in report.blocks:
         groups = rival.groups(found.layout.regions)
-        if groups:
-            takeovers.append(_SegmentedBlock(found, groups, kernels, count))
-            takeovers += [PartTakeover(module, run) for module, run in found.adapter.parts(found.module)]
+        if not groups:
+            continue
+        block: Takeover
+        if rival.checkpoints_regions:
+            block = _SegmentedBlock(found, groups, kernels, count)
+        else:
+            block = _OnCpuBlock(found, [region for (region,) in groups], kernels)
+        takeovers += [block, *(PartTakeover(module, run) for module, run in found.adapter.parts(found.module))]
     return takeovers
 
 

@@ -1,8 +1,9 @@
-"""`torch.utils.checkpoint` over rows of regions of a block, with the adapters' forwards as they are.
+"""`torch.utils.checkpoint` and `save_on_cpu` over regions of a block, with the adapters' forwards as they are.
 
-A stand-in for the tape: `run` is what an adapter calls for each region. It puts off the regions of a group until the last one is
-reached and then runs the whole group in one public `checkpoint` call; what the adapter holds meanwhile are `Pending` outputs. Nothing of
-this package's own recompute takes part: no saved-tensor hooks, no tape, no replay.
+Two stand-ins for the tape: `run` is what an adapter calls for each region. `OnCpuTape` opens `save_on_cpu` around each named region.
+`SegmentTape` puts off the regions of a group until the last one is reached and then runs the whole group in one public `checkpoint` call;
+what the adapter holds meanwhile are `Pending` outputs. Nothing of this package's own recompute and offload takes part: no saved-tensor
+hooks of its own, no tape, no replay, no engine.
 
 **Outputs of a group.** The last region's outputs leave the checkpoint as they are, views included: a checkpoint that ends at the
 projection frees almost nothing, since its output holds the projection (source document, W1 and W2). Outputs of earlier regions that are
@@ -14,15 +15,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
 from ..region_fn import RegionFn
 from ..replay import thread_state
 
-__all__ = ["CONSUMERS", "Pending", "SegmentTape"]
+__all__ = ["CONSUMERS", "OnCpuTape", "Pending", "SegmentTape"]
 
 CONSUMERS: dict[str, tuple[tuple[str, ...], ...]] = {
     "in_proj": (("conv",), ("norm_out",), ("gates",), ("gates",)),
@@ -82,7 +84,42 @@ class _Input:
     index: int
 
 
-class SegmentTape:
+class _StandIn:
+    """In the place of the running block's tape while its context is open."""
+
+    def __init__(self, kernels: str) -> None:
+        self.kernels = kernels
+
+    def __enter__(self) -> Self:
+        self._outer, thread_state.tape = getattr(thread_state, "tape", None), self
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        thread_state.tape, self._outer = self._outer, None
+
+
+class OnCpuTape(_StandIn):
+    """What an adapter sees as its tape while tensors that single regions of a block save are copied to host memory.
+
+    Args:
+        regions: names of the regions.
+        kernels: the option `kernels`, for the adapter to read.
+        pin_memory: whether the host memory is pinned.
+    """
+
+    def __init__(self, regions: Sequence[str], kernels: str, *, pin_memory: bool) -> None:
+        super().__init__(kernels)
+        self._regions, self._pin_memory = frozenset(regions), pin_memory
+
+    def run(self, fn: RegionFn, owner: nn.Module, *args: Any) -> Any:
+        """Run one region."""
+        if fn.name not in self._regions:
+            return fn.call(owner, *args)
+        with save_on_cpu(pin_memory=self._pin_memory):
+            return fn.call(owner, *args)
+
+
+class SegmentTape(_StandIn):
     """What an adapter sees as its tape while a block runs with checkpoints around groups of its regions.
 
     Args:
@@ -92,17 +129,13 @@ class SegmentTape:
     """
 
     def __init__(self, groups: Sequence[tuple[str, ...]], kernels: str, hold: Callable[[Any], None] | None = None) -> None:
-        self.kernels = kernels
+        super().__init__(kernels)
         self._last = {region: group[-1] for group in groups for region in group}
         self._hold = hold
         self._steps: list[_Step] = []
 
-    def __enter__(self) -> SegmentTape:
-        self._outer, thread_state.tape = getattr(thread_state, "tape", None), self
-        return self
-
     def __exit__(self, *exc: object) -> None:
-        thread_state.tape, self._outer = self._outer, None
+        super().__exit__(*exc)
         waiting, self._steps = [step.fn.name for step in self._steps], []
         if waiting and exc[0] is None:
             raise RuntimeError(

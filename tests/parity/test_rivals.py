@@ -28,6 +28,7 @@ from tests.parity.steps import differences, step
 
 W1_TO_W4 = ["checkpoint:gdn_in_proj", "checkpoint:gdn_in_proj_split", "checkpoint:gdn_in_proj_conv", "checkpoint:gdn_in_proj_conv_prep"]
 WHOLE = ["checkpoint:full", "checkpoint:block:1", "selective_checkpoint", "save_on_cpu"]
+ON_CPU = ["save_on_cpu:gdn_core_attn", "save_on_cpu:in_proj+gdn_norm_out"]
 JOINED = [
     "checkpoint:gdn_front",
     "checkpoint:gdn",
@@ -55,6 +56,11 @@ def single_regions(model: nn.Module) -> list[str]:
     return [f"checkpoint:{region}" for region in dict.fromkeys(r for layout in inspect_model(model).layouts for r in layout.regions)]
 
 
+def on_cpu(model: nn.Module) -> list[str]:
+    """`save_on_cpu` around single regions: two kinds of names, and every region that the model has."""
+    return [*ON_CPU, "save_on_cpu:" + "+".join(arm.partition(":")[2] for arm in single_regions(model))]
+
+
 @contextmanager
 def under(model: nn.Module, arm: str, **options: Any) -> Iterator[module.Installed]:
     rival = parse(arm)
@@ -78,7 +84,7 @@ def test_every_rival_equals_the_control_to_the_bit(name: str) -> None:
     model = HF_MODELS[name]()
     want = step(model)
     unequal = {}
-    for arm in [*W1_TO_W4, *WHOLE, *JOINED, "hf_gradient_checkpointing", *single_regions(model)]:
+    for arm in [*W1_TO_W4, *WHOLE, *JOINED, *on_cpu(model), "hf_gradient_checkpointing", *single_regions(model)]:
         with under(model, arm):
             if found := differences(step(model), want):
                 unequal[arm] = found
@@ -90,7 +96,7 @@ def test_every_rival_equals_the_control_to_the_bit(name: str) -> None:
 def test_autocast_is_the_forwards_in_a_recompute(precision: str) -> None:
     model = tiny_qwen3_5()
     want = step(model, precision=precision, mask="left")
-    for arm in [*W1_TO_W4[2:], *WHOLE, JOINED[2], "hf_gradient_checkpointing"]:
+    for arm in [*W1_TO_W4[2:], *WHOLE, JOINED[2], *on_cpu(model)[-1:], "hf_gradient_checkpointing"]:
         with under(model, arm):
             assert differences(step(model, precision=precision, mask="left"), want) == [], arm
 
@@ -98,7 +104,7 @@ def test_autocast_is_the_forwards_in_a_recompute(precision: str) -> None:
 def test_dropout_draws_the_same_numbers_again() -> None:
     model = tiny_qwen3_5(attention_dropout=0.3)
     want = step(model)
-    for arm in ["checkpoint:core_attn", "checkpoint:full", "selective_checkpoint", "hf_gradient_checkpointing"]:
+    for arm in ["checkpoint:core_attn", "save_on_cpu:core_attn", "checkpoint:full", "selective_checkpoint", "hf_gradient_checkpointing"]:
         with under(model, arm):
             assert differences(step(model), want) == [], arm
 
@@ -107,7 +113,7 @@ def test_dropout_draws_the_same_numbers_again() -> None:
 def test_every_rival_of_the_stack_equals_the_control_to_the_bit(value_heads: int) -> None:
     stack = tiny_stack(num_v_heads=value_heads)
     want = stack_step(stack)
-    for arm in [*W1_TO_W4, *WHOLE, *JOINED[:3], *single_regions(stack)]:
+    for arm in [*W1_TO_W4, *WHOLE, *JOINED[:3], *on_cpu(stack), *single_regions(stack)]:
         with under(stack, arm):
             got = stack_step(stack)
         assert [key for key in want if not torch.equal(got[key], want[key])] == [], arm
@@ -158,6 +164,7 @@ def counted(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> Iterator[
         ("hf_gradient_checkpointing", 3, 3),
         ("selective_checkpoint", 3, 3),
         ("save_on_cpu", 0, 0),
+        ("save_on_cpu:conv+in_proj", 0, 0),
     ],
 )
 def test_the_backward_recomputes_what_the_arm_says(arm: str, convs: int, projections: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,6 +186,41 @@ def test_the_stacks_steps_are_recomputed_too(monkeypatch: pytest.MonkeyPatch) ->
         with under(stack, arm), counted(monkeypatch, torch_ops, "conv") as calls:
             stack_step(stack)
         assert (calls["forward"], calls["backward"]) == (3, again), arm
+
+
+def test_save_on_cpu_copies_what_the_named_regions_save_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contexts by region, unpinned here; what each packs is what the region's own operations save."""
+    packed: Counter[bool] = Counter()
+
+    class Counted(torch.autograd.graph.saved_tensors_hooks):
+        def __init__(self, pin_memory: bool) -> None:
+            def pack(tensor: Tensor) -> Tensor:
+                packed[pin_memory] += 1
+                return tensor.clone()
+
+            opened[pin_memory] += 1
+            super().__init__(pack, lambda tensor: tensor)
+
+    opened: Counter[bool] = Counter()
+    stack = tiny_stack()
+    want = stack_step(stack)
+    monkeypatch.setattr("lightning_gdn.bench.segments.save_on_cpu", Counted)
+    per_region = {}
+    for names, contexts in [("gdn_core_attn", 3), ("delta_rule", 3), ("norm_out", 3), ("gdn_norm_out+gdn_core_attn", 6), ("gdn_conv", 6)]:
+        opened.clear()
+        packed.clear()
+        with under(stack, f"save_on_cpu:{names}") as installed:
+            got = stack_step(stack)
+        assert [key for key in want if not torch.equal(got[key], want[key])] == []
+        assert opened == {False: contexts}
+        assert f"save_on_cpu(pin_memory=True) around {contexts} regions in 3 of them: " in installed.describe()
+        per_region[names] = packed[False]
+    assert per_region["gdn_core_attn"] == per_region["delta_rule"] > 0
+    assert per_region["gdn_norm_out+gdn_core_attn"] == per_region["delta_rule"] + per_region["norm_out"]
+    with under(stack, "save_on_cpu:gdn_core_attn"), torch.no_grad():
+        opened.clear()
+        stack(torch.randn(1, 4, 32))
+        assert not opened
 
 
 def test_a_selective_checkpoint_saves_every_second_matmul() -> None:
@@ -215,7 +257,7 @@ def attributes(model: nn.Module) -> dict[str, set[str]]:
 
 @pytest.mark.parametrize("kernels", ["stock", "fused"])
 @pytest.mark.parametrize(
-    "arm", ["checkpoint:gdn_in_proj_conv", "checkpoint:full", "hf_gradient_checkpointing", "selective_checkpoint", "save_on_cpu"]
+    "arm", ["checkpoint:gdn_in_proj_conv", "checkpoint:full", "hf_gradient_checkpointing", "selective_checkpoint", "save_on_cpu", *ON_CPU]
 )
 def test_nothing_is_left_installed(arm: str, kernels: str) -> None:
     model = tiny_qwen3_5().eval()
@@ -235,7 +277,7 @@ def test_nothing_is_left_installed(arm: str, kernels: str) -> None:
     apply_plan(model, "full").undo()
 
 
-@pytest.mark.parametrize("arm", ["checkpoint:block:9", "checkpoint:moe_act"])
+@pytest.mark.parametrize("arm", ["checkpoint:block:9", "checkpoint:moe_act", "save_on_cpu:moe_act"])
 def test_a_refused_rival_leaves_nothing_either(arm: str) -> None:
     model = tiny_qwen3_5()
     before = attributes(model)
@@ -244,10 +286,11 @@ def test_a_refused_rival_leaves_nothing_either(arm: str) -> None:
     assert attributes(model) == before
 
 
-def test_after_an_exception_in_the_forward_the_next_step_is_right() -> None:
+@pytest.mark.parametrize("arm", ["checkpoint:gdn_in_proj_conv", "save_on_cpu:gdn_norm_out"])
+def test_after_an_exception_in_the_forward_the_next_step_is_right(arm: str) -> None:
     model = tiny_qwen3_5()
     want = step(model)
-    with under(model, "checkpoint:gdn_in_proj_conv"):
+    with under(model, arm):
         norm = model.model.layers[1].linear_attn.norm
         handle = norm.register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(ValueError("planted")))
         with pytest.raises(ValueError, match="planted"):
@@ -289,8 +332,9 @@ def test_held_bytes_are_the_ledgers(name: str) -> None:
     assert full == first * len(blocks)
     with under(model, "checkpoint:gdn_in_proj_conv") as installed:
         assert full < installed.held_bytes(forward) < ledger.retained_bytes
-    with under(model, "selective_checkpoint") as installed:
-        assert installed.held_bytes(forward) is None
+    for arm in ["selective_checkpoint", ON_CPU[0]]:
+        with under(model, arm) as installed:
+            assert installed.held_bytes(forward) is None
 
 
 def test_no_rival_uses_the_tape(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,7 +344,7 @@ def test_no_rival_uses_the_tape(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_qwen3_5()
     monkeypatch.setattr("lightning_gdn.takeover.Tape", refuse)
     monkeypatch.setattr("lightning_gdn.tape.Tape.run", refuse)
-    for arm in [*W1_TO_W4, *WHOLE, *JOINED, "hf_gradient_checkpointing"]:
+    for arm in [*W1_TO_W4, *WHOLE, *JOINED, *ON_CPU, "hf_gradient_checkpointing"]:
         with under(model, arm):
             step(model)
     with pytest.raises(AssertionError, match="a tape was made"), apply_plan(model, "gdn_conv"):

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from lightning_gdn.bench.arms import PARTS, RIVALS, SWEEP, Rival, is_rival, meaning, parse, sweep
+from lightning_gdn.bench.arms import PARTS, RIVALS, SWEEP, Rival, check_rival, is_rival, meaning, parse, sweep
 from lightning_gdn.bench.compare import check_runnable, expand, prepare, split_arms
 from lightning_gdn.bench.errors import UserError
 from lightning_gdn.bench.labels_table import predict
 from lightning_gdn.bench.recipes import load
 from lightning_gdn.cli import main
 from lightning_gdn.labels import LABELS, OFFLOAD_LABELS, parse_arm
-from lightning_gdn.regions import REGIONS
+from lightning_gdn.regions import ATTENTION, GDN, REGIONS, BlockLayout
 from tests.unit.bench_support import FAMILIES, tiny_recipe
 
 RIVAL_ARMS = [
@@ -27,6 +27,8 @@ RIVAL_ARMS = [
     "save_on_cpu",
     "checkpoint:gdn_conv+gdn_norm_out+layernorm",
     *(f"checkpoint:{name}" for name in dict.fromkeys([*LABELS, *REGIONS])),
+    *(f"save_on_cpu:{name}" for name in dict.fromkeys([*LABELS, *REGIONS, *OFFLOAD_LABELS]) if name != "block_input"),
+    "save_on_cpu:gdn_core_attn+gdn_norm_out+conv",
 ]
 
 
@@ -59,6 +61,17 @@ def test_labels_are_read_as_before(arm: str) -> None:
         ("checkpoint:conv+full", ["'full' stands alone"]),
         ("gdn_conv+checkpoint:full", ["'checkpoint:full' stands alone"]),
         ("save_on_cpu+gdn_conv", ["'save_on_cpu' stands alone"]),
+        ("gdn_conv+save_on_cpu:conv", ["'save_on_cpu:conv' stands alone"]),
+        ("save_on_cpu:gdn_core_atn", ["'gdn_core_atn'", "did you mean save_on_cpu:gdn_core_attn?"]),
+        ("save_on_cpu:gdn_core_attn@0.5", ["did you mean save_on_cpu:gdn_core_attn?"]),
+        ("save_on_cpu:conv+prp", ["'prp'", "did you mean save_on_cpu:prep?"]),
+        ("save_on_cpu:", ["'' is no label and no region", "Valid after save_on_cpu: are gdn_in_proj"]),
+        ("save_on_cpu:full", ["'full' stands alone", "write save_on_cpu, around the whole forward"]),
+        ("save_on_cpu:block:3", ["'block:3' stands alone"]),
+        ("save_on_cpu:conv+block_input", ["offload:block_input moves a block's input", "write save_on_cpu"]),
+        ("checkpoint:gdn_core_attn", ["'gdn_core_attn' is no label and no region"]),
+        ("save_on_cpus:conv", ["did you mean 'save_on_cpu:conv'?"]),
+        ("save_on_gpu", ["did you mean 'save_on_cpu'?"]),
         ("selective_checkpont", ["did you mean 'selective_checkpoint'?", "save_on_cpu"]),
         ("hf_gradient_checkpoint", ["did you mean 'hf_gradient_checkpointing'?"]),
         ("checkpoints:block:3", ["did you mean 'checkpoint:block:3'?"]),
@@ -80,6 +93,9 @@ def test_a_rival_given_twice_is_one_arm() -> None:
         prepare(["checkpoint:conv+prep", "checkpoint:prep+conv"])
     with pytest.raises(UserError, match="given twice"):
         prepare(["save_on_cpu", "save_on_cpu"])
+    with pytest.raises(UserError, match="are the same plan"):
+        prepare(["save_on_cpu:conv+prep", "save_on_cpu:prep+conv"])
+    assert prepare(["save_on_cpu", "save_on_cpu:conv", "checkpoint:conv"])[1:] == ["save_on_cpu", "save_on_cpu:conv", "checkpoint:conv"]
 
 
 def test_groups_are_rows_of_neighbours_within_one_module() -> None:
@@ -97,6 +113,8 @@ def test_groups_are_rows_of_neighbours_within_one_module() -> None:
     assert groups("checkpoint:mlp", ("input_norm", "gate_up", "act", "down")) == (("gate_up", "act", "down"),)
     assert groups("checkpoint:gdn_conv", ("qkv", "core_attn")) == ()
     assert groups("checkpoint:full") == ()
+    assert groups("save_on_cpu:gdn_conv+gdn_core_attn") == (("conv",), ("prep",), ("delta_rule",))
+    assert groups("save_on_cpu:gdn_core_attn", ("qkv", "core_attn")) == groups("save_on_cpu") == ()
     assert len([region for part in PARTS for region in part]) == len({region for part in PARTS for region in part})
 
 
@@ -135,6 +153,9 @@ def no_arm(*_: Any, **__: Any) -> None:
         ("gdn_stack", "checkpoint:conv+mlp", ["'mlp'"]),
         ("gdn_stack", "hf_gradient_checkpointing", ["none of transformers", "checkpoint:full"]),
         ("qwen3_next", "checkpoint:mla_up_proj", ["'mla_up_proj'"]),
+        ("qwen3_5", "save_on_cpu:moe_act", ["none of the model's 4 blocks", "Regions: input_norm"]),
+        ("gdn_stack", "save_on_cpu:gdn_core_attn+mlp", ["'mlp'"]),
+        ("gdn_stack", "save_on_cpu:core_attn", ["'core_attn'"]),
     ],
 )
 def test_a_rival_that_the_model_cannot_run_is_refused_before_any_process(
@@ -155,6 +176,15 @@ def test_a_recipes_rivals_are_checked_expanded_and_left_out_of_predictions(famil
     assert arms == ["none", "gdn_conv", *(f"checkpoint:block:{k}" for k in (1, 2, 3)), "checkpoint:full", "checkpoint:conv+prep"]
     check_runnable(loaded, arms)
     assert not any(is_rival(arm) for arm in predict(loaded, arms).retained_bytes)
+
+
+def test_what_moves_outputs_has_no_rival_around_regions() -> None:
+    """Said where the name has no region in the model."""
+    rival = parse("save_on_cpu:gdn_in_proj")
+    assert isinstance(rival, Rival)
+    check_rival(rival, [BlockLayout(name="b", kind=GDN, regions=("in_proj", "conv"))], hugging_face=False)
+    with pytest.raises(UserError, match="offload:gdn_in_proj moves outputs, whoever saves them, which save_on_cpu around regions does not"):
+        check_rival(rival, [BlockLayout(name="b", kind=ATTENTION, regions=("qkv", "core_attn"))], hugging_face=False)
 
 
 def test_one_run_is_no_sweep(tmp_path: Path) -> None:
@@ -194,6 +224,7 @@ def test_every_form_is_parsed() -> None:
         ("gdn_front", "gdn_front+offload:gdn_in_proj"),
         ("offload:gdn_core_attn", "gdn_gated_delta_rule+offload:gdn_core_attn"),
         ("checkpoint:gdn_conv", "checkpoint:conv+prep"),
+        ("save_on_cpu:gdn_core_attn", "save_on_cpu:delta_rule"),
     ],
 )
 def test_arms_of_other_names_can_be_one_plan(first: str, second: str) -> None:

@@ -13,7 +13,7 @@ from lightning_gdn.bench.records import read_json
 from lightning_gdn.cli import main
 from tests.unit.bench_support import FAMILIES, tiny_recipe
 
-ARMS = ["checkpoint:gdn_in_proj_conv", "checkpoint:full", "selective_checkpoint", "save_on_cpu"]
+ARMS = ["checkpoint:gdn_in_proj_conv", "checkpoint:full", "selective_checkpoint", "save_on_cpu", "save_on_cpu:gdn_core_attn"]
 
 
 @pytest.mark.parametrize(
