@@ -16,39 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rates import MIB, bare_rates
 
 from lightning_gdn.bench.environment import collect
 from lightning_gdn.bench.records import SCHEMA, write_json
 from lightning_gdn.offload.cuda import CudaBackend
 from lightning_gdn.offload.engine import Engine
 from lightning_gdn.offload_config import OffloadConfig
-
-MIB = 2**20
-
-
-def bare(nbytes: int, count: int) -> dict[str, float]:
-    """10⁹ bytes per second of plain copies: out alone, in alone, both directions at once."""
-    device = [torch.empty(nbytes, dtype=torch.uint8, device="cuda") for _ in range(2)]
-    host = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-    pairs = {"out": (host[0], device[0]), "in": (device[1], host[1])}
-    rates = {}
-    for names in (("out",), ("in",), ("out", "in")):
-        marks = {}
-        torch.cuda.synchronize()
-        for name in names:
-            stream = torch.cuda.Stream()
-            target, source = pairs[name]
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            with torch.cuda.stream(stream):
-                start.record(stream)
-                for _ in range(count):
-                    target.copy_(source, non_blocking=True)
-                end.record(stream)
-            marks[name] = start, end
-        torch.cuda.synchronize()
-        for name, (start, end) in marks.items():
-            rates[f"bare_{name}{'_both' if len(names) == 2 else ''}_gb_s"] = count * nbytes / start.elapsed_time(end) / 1e6
-    return rates
 
 
 def engine_step(engine: Engine, nbytes: int, count: int) -> dict[str, float]:
@@ -94,7 +68,10 @@ def measure(nbytes: int, rounds: int) -> dict[str, Any]:
     engine_step(engine, nbytes, count)  # pins
     figures: dict[str, list[float]] = {}
     for _ in range(rounds):
-        for name, value in {**bare(nbytes, count), **engine_step(engine, nbytes, count)}.items():
+        plain = bare_rates("cuda", nbytes, count)
+        rates = {f"bare_{way}_gb_s": plain[f"{way}_gb_s"] for way in ("out", "in")}
+        rates |= {f"bare_{way}_both_gb_s": plain[f"both_{way}_gb_s"] for way in ("out", "in")}
+        for name, value in {**rates, **engine_step(engine, nbytes, count)}.items():
             figures.setdefault(name, []).append(value)
     row = {name: {"median": statistics.median(values), "min": min(values), "max": max(values)} for name, values in figures.items()}
     pinned = engine.pool.held

@@ -1,15 +1,18 @@
-"""Offload under whole models: control, offload labels, recompute with offload, and `save_on_cpu`, in alternating rounds of one process.
+"""Offload under whole models: control, offload labels, recompute with offload, `save_on_cpu` and TRL's offload, in alternating rounds of one process.
 
     python benchmarks/offload_model.py --model stack --out record.json               # 20-layer GDN stack, 8192 tokens, batch 2
     python benchmarks/offload_model.py --model qwen3_5_0_8b --seq 4096 --out record.json     # AdamW, FLA's fused linear cross entropy
     python benchmarks/offload_model.py --model stack --layers 3 --seq 256 --device cpu --rounds 1    # runs anywhere; its times mean nothing
+    python benchmarks/offload_model.py --model qwen3_5_0_8b --seq 4096 --beside --arms none,offload:gdn_core_attn,trl_offload --out record.json
 
-Per arm and round: `--warm` steps, then `--steps` measured ones; deltas are paired with `none` of the same round. `act` is what is allocated
-after the forward beyond what was before it, `peak` the allocated peak of a step, weights included (on a CPU the process's). `moved` is
-copied out per step, `stall` the time for which compute waited for copies, `hidden` the share of the copy time that it did not wait for,
-`lead` the fewest blocks between enqueueing a reload and its use (in one further step, which no time is taken of).
-`bare` are plain pinned copies of 256 MiB, both ways at once, in the same process: the rate that offload's is a share of. Losses are compared
-with the control's bit for bit.
+Per arm and round: `--warm` steps, then `--steps` measured ones; deltas are paired with `none` of the same round, with `--beside` with `none`
+measured once more right beside the arm. `act` is what is allocated after the forward beyond what was before it, `peak` the allocated peak of a
+step, weights included (on a CPU the process's). `moved` is copied out per step, `stall` the time for which compute waited for copies, `hidden`
+the share of the copy time that it did not wait for, `lead` the fewest blocks between enqueueing a reload and its use (in one further step, which
+no time is taken of).
+`bare` are plain pinned copies of 256 MiB in the same process: each way alone, which is the rate that offload's is a share of, and both ways at
+once. `trl_offload` is TRL's `OffloadActivations` around each forward and backward (`pip install trl`; among the default arms where it can be
+imported). Losses are compared with the control's bit for bit.
 """
 
 from __future__ import annotations
@@ -19,22 +22,31 @@ import math
 from pathlib import Path
 from typing import Any
 
-from offload_models import Qwen, Stack, bare_rates, in_force, lead_blocks, medians, timed_step
+from offload_models import Qwen, Stack, around_of, in_force, lead_blocks, medians, timed_step
+from rates import bare_rates, told_rates
 from rounds import CONTROL, MIB, alternate, arms_of, header, judge, print_table, spread, write
+from trl_offload import ARM as TRL
+from trl_offload import check, importable
 
-ARMS = (
-    "none",
-    "offload:gdn_core_attn",
-    "offload:gdn_core_attn@0.5",
-    "offload:gdn_core_attn@auto",
-    "offload:gdn_core_attn+offload:gdn_norm_out",
-    "gdn_conv+gdn_norm_out+layernorm",
-    "gdn_conv+gdn_norm_out+layernorm+offload:gdn_core_attn",
-    "full",
-    "full+offload:block_input",
-    "save_on_cpu",
-    "checkpoint:sweep",
-)
+UNION = "gdn_conv+gdn_norm_out+layernorm"
+MOVING = ("offload:gdn_core_attn", "offload:gdn_core_attn@0.5", "offload:gdn_core_attn@auto", "offload:gdn_core_attn+offload:gdn_norm_out")
+RECOMPUTING = {
+    "stack": (UNION, f"{UNION}+offload:gdn_core_attn"),
+    "qwen3_5_0_8b": (
+        f"{UNION}+mlp_act",
+        f"{UNION}+mlp_act+offload:gdn_core_attn",
+        f"{UNION}+mlp_act+offload:gdn_core_attn+offload:mlp",
+        f"{UNION}+mlp_act+offload:gdn_core_attn+offload:mlp@auto",
+    ),
+}
+"""Recompute, and offload of what it leaves: with `mlp_act` recomputed `offload:mlp` moves what is held for its replay, and half of what it moves
+without. The stack has no MLP."""
+OTHERS = ("full", "full+offload:block_input", "save_on_cpu", "save_on_cpu:gdn_core_attn", "checkpoint:sweep")
+
+
+def default_arms(model: str, device: str) -> tuple[str, ...]:
+    """What runs without `--arms`: TRL's offload only where it can."""
+    return (CONTROL, *MOVING, *RECOMPUTING[model], *OTHERS, *([TRL] if device == "cuda" and importable() else []))
 
 
 def measure(trainee: Any, text: str, args: argparse.Namespace) -> dict[str, Any]:
@@ -46,7 +58,8 @@ def measure(trainee: Any, text: str, args: argparse.Namespace) -> dict[str, Any]
     options = {"min_bytes": args.min_bytes, "max_pinned_gib": args.max_pinned_gib, "release_blocks": args.release_blocks}
     options["prefetch_blocks"] = args.prefetch_blocks
     with in_force(trainee.model, text, args.kernels, options) as applied:
-        rows = [timed_step(trainee, index, applied if moves else None, args.device) for index in range(warm + args.steps)]
+        around = around_of(applied)
+        rows = [timed_step(trainee, index, applied if moves else None, args.device, around) for index in range(warm + args.steps)]
         ledger = applied.ledger.as_dict() if moves else None
         lead = lead_blocks(trainee, applied, len(rows)) if moves else None
     return {**medians(rows[warm:]), "losses": [loss for row in rows for loss in row["losses"]], "ledger": ledger, "lead_blocks": lead}
@@ -66,10 +79,11 @@ def print_moved(arms: dict[str, Any]) -> None:
     """One line per arm that moves something."""
     names = {"moved_mib": "moved MiB", "out_gb_s": "GB/s out", "in_gb_s": "GB/s in", "stall_ms": "stall ms", "hidden_share": "hidden"}
     names |= {"pinned_mib": "pinned MiB", "fallbacks": "stayed", "fraction": "share", "lead_blocks": "lead"}
-    print(f"{'arm':56s}" + "".join(f"{title:>12s}" for title in names.values()) + "  losses")
+    width = max(map(len, arms))
+    print(f"{'arm':{width}s}" + "".join(f"{title:>12s}" for title in names.values()) + "  losses")
     for arm, entry in arms.items():
         cells = [f"{entry['offload'][name]['median']:12.2f}" if name in entry["offload"] else f"{'':12s}" for name in names]
-        print(f"{arm:56s}{''.join(cells)}  {entry['losses']}")
+        print(f"{arm:{width}s}{''.join(cells)}  {entry['losses']}")
 
 
 def main() -> None:
@@ -85,24 +99,28 @@ def main() -> None:
     parser.add_argument("--warm", type=int, default=3)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin no round that would end later")
-    parser.add_argument("--arms", default=",".join(ARMS))
+    parser.add_argument("--arms", help="default: what the model can run, see the script")
     parser.add_argument("--min-bytes", type=int, default=MIB)
     parser.add_argument("--max-pinned-gib", type=float)
     parser.add_argument("--release-blocks", type=int, default=1)
     parser.add_argument("--prefetch-blocks", type=int, default=1)
+    parser.add_argument("--beside", action="store_true", help="measure the control once more beside every arm: where the host decides")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     args.batch = args.batch or (2 if args.model == "stack" else 1)
+    wanted = ",".join(default_arms(args.model, args.device)) if args.arms is None else args.arms
+    versions = check("offload_model.py", wanted.split(","), args.device)
     trainee: Any
     if args.model == "stack":
         trainee = Stack(device=args.device, layers=args.layers, seq=args.seq, batch=args.batch)
     else:
         trainee = Qwen(device=args.device, seq=args.seq, batch=args.batch, restarts=True)
     blocks = args.layers if args.model == "stack" else trainee.recipe.model.num_hidden_layers
-    arms = list(dict.fromkeys([CONTROL, *arms_of(args.arms, blocks)]))
+    arms = list(dict.fromkeys([CONTROL, *arms_of(wanted, blocks)]))
     measure(trainee, CONTROL, args)  # compiles and tunes
     bare = [bare_rates(args.device)]
-    rounds = alternate(arms, args.rounds, lambda arm, index: measure(trainee, arm, args), seconds=args.seconds)
+    beside = (lambda arm: CONTROL) if args.beside else None
+    rounds = alternate(arms, args.rounds, lambda arm, index: measure(trainee, arm, args), seconds=args.seconds, control_of=beside)
     bare.append(bare_rates(args.device))
     judged = judge(rounds, blocks, args.kernels)
     want = rounds[CONTROL][0]["losses"]
@@ -114,11 +132,12 @@ def main() -> None:
         entry["ledger"] = None if ledger is None else {key: value for key, value in ledger.items() if key != "by_region"}
     print_table(judged)
     print_moved(judged["arms"])
-    rates = {way: spread([each[way] for each in bare]) for way in bare[0]}
+    rates = {name: spread([each[name] for each in bare]) for name in bare[0]}
     if rates:
-        print("bare pinned copies, both ways at once: " + ", ".join(f"{way} {rate['median']:.1f}" for way, rate in rates.items()))
+        print(told_rates({name: rate["median"] for name, rate in rates.items()}))
     options = {key: value for key, value in vars(args).items() if key not in ("out", "arms")}
-    head = header("offload_model.py") if args.device == "cuda" else {"device": "cpu"}
+    head: dict[str, Any] = header("offload_model.py") if args.device == "cuda" else {"device": "cpu", "versions": {}}
+    head["versions"] |= versions
     write({**head, "options": options, "bare": rates, **judged}, args.out)
 
 

@@ -6,13 +6,16 @@ import resource
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
 from rounds import MIB, under
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from trl_offload import ARM as TRL
+from trl_offload import under_trl
 
 from lightning_gdn import apply_plan
 from lightning_gdn.bench.arms import parse
@@ -23,6 +26,8 @@ from lightning_gdn.labels import Selection
 
 TOLD = ("out_gb_s", "in_gb_s", "hidden_share", "late", "fallbacks", "fraction")
 """What a row takes from the engine's statistics by their own names."""
+Around = Callable[[], AbstractContextManager[Any]]
+"""Makes what is open around forward and backward of one micro-batch."""
 SMALL = (
     "hidden_size=64 intermediate_size=128 num_hidden_layers=4 num_attention_heads=2 num_key_value_heads=1 head_dim=32 linear_num_key_heads=2 "
     "linear_num_value_heads=2 linear_key_head_dim=16 linear_value_head_dim=16 vocab_size=256"
@@ -111,17 +116,25 @@ class Qwen:
         self.optimizer = self._optimizer()
 
 
-def optimizer_step(trainee: Any, index: int, *, forwarded: Callable[[], None] | None = None, ended: Callable[[], None] | None = None) -> list[Tensor]:
-    """Forward and backward of every micro-batch (gradients of the mean accumulate), then the update.
+def optimizer_step(
+    trainee: Any,
+    index: int,
+    *,
+    around: Around = nullcontext,
+    forwarded: Callable[[], None] | None = None,
+    ended: Callable[[], None] | None = None,
+) -> list[Tensor]:
+    """Forward and backward of every micro-batch (gradients of the mean accumulate), each inside a context of `around`, then the update.
 
     `forwarded` is called after the first forward, `ended` after the last backward. Returns the losses.
     """
     parts, losses = trainee.micro_batches, []
     for part in range(parts):
-        loss = trainee.forward(index * parts + part)
-        if part == 0 and forwarded is not None:
-            forwarded()
-        (loss if parts == 1 else loss / parts).backward()
+        with around():
+            loss = trainee.forward(index * parts + part)
+            if part == 0 and forwarded is not None:
+                forwarded()
+            (loss if parts == 1 else loss / parts).backward()
         losses.append(loss.detach())
         del loss
     if ended is not None:
@@ -148,14 +161,21 @@ def allocated(device: str) -> tuple[int, int]:
 
 
 def in_force(model: nn.Module, text: str, kernels: str, options: Mapping[str, Any]) -> AbstractContextManager[Any]:
-    """The arm; one that moves with these fields of `OffloadConfig`."""
+    """The arm; one that moves with these fields of `OffloadConfig`. Its steps run `around_of` what this yields."""
+    if text == TRL:
+        return under_trl(model, kernels)
     chosen = parse(text)
     if not isinstance(chosen, Selection) or chosen.offload is None:
         return under(model, text, kernels)
     return apply_plan(model, replace(chosen, offload=replace(chosen.offload, **options)), kernels=kernels)
 
 
-def timed_step(trainee: Any, index: int, applied: Any, device: str) -> dict[str, Any]:
+def around_of(applied: Any) -> Around:
+    """What an arm opens around each micro-batch: TRL's context, otherwise nothing."""
+    return (lambda: applied) if isinstance(applied, saved_tensors_hooks) else nullcontext
+
+
+def timed_step(trainee: Any, index: int, applied: Any, device: str, around: Around = nullcontext) -> dict[str, Any]:
     """One step between two waits for the device: milliseconds, MiB, losses, and what the engine told. `applied` is None unless it moves."""
     synchronize(device)
     if device == "cuda":
@@ -166,7 +186,7 @@ def timed_step(trainee: Any, index: int, applied: Any, device: str) -> dict[str,
         after[0] = allocated(device)[0]
 
     start = time.perf_counter()
-    losses = optimizer_step(trainee, index, forwarded=forwarded)
+    losses = optimizer_step(trainee, index, around=around, forwarded=forwarded)
     synchronize(device)
     row: dict[str, Any] = {"ms": (time.perf_counter() - start) * 1e3, "peak_mib": allocated(device)[1] / MIB, "losses": hexes(losses)}
     if device == "cuda":
@@ -205,24 +225,3 @@ def median(values: Sequence[Any]) -> float | None:
 def medians(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Of every figure of the rows."""
     return {key: median([row[key] for row in rows]) for key in rows[0] if key != "losses"}
-
-
-def bare_rates(device: str) -> dict[str, float]:
-    """10⁹ bytes per second of plain copies between pinned and device memory, both ways at once."""
-    if device != "cuda":
-        return {}
-    size, count = 256 * MIB, 8
-    marks: dict[str, tuple[torch.cuda.Event, torch.cuda.Event]] = {}
-    buffers = [(torch.empty(size, dtype=torch.uint8, pin_memory=True), torch.empty(size, dtype=torch.uint8, device="cuda")) for _ in range(2)]
-    torch.cuda.synchronize()
-    for way, (host, gpu) in zip(("out", "in"), buffers, strict=True):
-        stream = torch.cuda.Stream()
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        with torch.cuda.stream(stream):
-            start.record(stream)
-            for _ in range(count):
-                (host if way == "out" else gpu).copy_(gpu if way == "out" else host, non_blocking=True)
-            end.record(stream)
-        marks[way] = start, end
-    torch.cuda.synchronize()
-    return {f"{way}_gb_s": count * size / start.elapsed_time(end) / 1e6 for way, (start, end) in marks.items()}

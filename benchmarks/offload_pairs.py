@@ -7,10 +7,10 @@
 
 Per process `--warm` optimizer steps (with `auto` until its share has settled), then `--steps` measured ones; its time is their median, its
 peaks are their largest. A step change is the arm's time over that of the control of its round; shown are median and range over the rounds.
-`bare` are plain pinned copies in the same process, right after the steps. While one process warms up, the next one imports, and waits for
-its turn before it touches the GPU, which CUDA_VISIBLE_DEVICES chooses; beside measured steps nothing of this script runs. Losses are
-compared bit for bit; kernels are those of training, and fused attention sums in varying order there: what must be equal is judged by
-`offload_matrix.py`.
+`bare` are plain pinned copies in the same process, right after the steps: each way alone, which is what shares are of, and both at once.
+While one process warms up, the next one imports, and waits for its turn before it touches the GPU, which CUDA_VISIBLE_DEVICES chooses; beside
+measured steps nothing of this script runs. Losses are compared bit for bit; kernels are those of training, and fused attention sums in varying
+order there: what must be equal is judged by `offload_matrix.py`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ from pathlib import Path
 from typing import Any
 
 from processes import GRACE, Child, environment, kill_all
+from rates import told_rates
 from rounds import CONTROL, MIB, arms_of, spread
+from trl_offload import check
 
 from lightning_gdn.bench.ending import terminated_cleanly
 from lightning_gdn.bench.records import SCHEMA, write_json
@@ -115,7 +117,8 @@ def figures(rows: Sequence[Row], names: Sequence[str]) -> dict[str, dict[str, fl
 def judge_arm(arm: str, pairs: Sequence[tuple[Row, Row]]) -> dict[str, Any]:
     """Figures of one arm from its (control, arm) pairs.
 
-    Saving, MiB and percent, is of the allocated and the reserved peak; `of_bare` the share of the bare rate; `targets` what was reached.
+    Saving, MiB and percent, is of the allocated and the reserved peak; `of_bare` the share of the rate of bare copies this way alone;
+    `targets` what was reached.
     """
     rows = [row for _, row in pairs]
     found: dict[str, Any] = {"pairs": len(pairs), **figures(rows, ("ms", "act_mib", "peak_mib", "reserved_mib"))}
@@ -126,11 +129,12 @@ def judge_arm(arm: str, pairs: Sequence[tuple[Row, Row]]) -> dict[str, Any]:
             found[f"{name[:-4]}_saved_pct"] = spread([100 * (1 - row[name] / base[name]) for base, row in pairs])
     moved = ("moved_mib", "pinned_mib", "out_gb_s", "in_gb_s", "stall_ms", "hidden_share", "late", "fallbacks", "fraction", "lead_blocks")
     found |= figures(rows, moved)
-    for way in ("out", "in"):
-        known = [(row[f"{way}_gb_s"], row["bare"][f"{way}_gb_s"]) for row in rows if row.get(f"{way}_gb_s") and row.get("bare")]
+    bare = [row["bare"] for row in rows if row.get("bare")]
+    found |= {f"bare_{name}": spread([rates[name] for rates in bare]) for name in (bare[0] if bare else ())}
+    for way in ("out_gb_s", "in_gb_s"):
+        known = [row[way] / row["bare"][way] for row in rows if row.get(way) and row.get("bare")]
         if known:
-            found[f"bare_{way}_gb_s"] = spread([bare for _, bare in known])
-            found[f"{way}_of_bare"] = spread([rate / bare for rate, bare in known])
+            found[f"{way[:-5]}_of_bare"] = spread(known)
     equal = sum(mine == theirs for base, row in pairs for mine, theirs in zip(row["losses"], base["losses"], strict=False))
     count = sum(min(len(row["losses"]), len(base["losses"])) for base, row in pairs)
     found["losses"] = f"{equal} of {count} equal"
@@ -185,6 +189,8 @@ def print_table(found: Mapping[str, Any]) -> None:
         ]
         shown += [f"{name} {entry[name]['median']:g}" for name in ("stall_ms", "hidden_share", "late", "lead_blocks", "fraction") if name in entry]
         print("  " + ", ".join(shown))
+        if "bare_out_gb_s" in entry:
+            print("  " + told_rates({name[5:]: rate["median"] for name, rate in entry.items() if name.startswith("bare_")}))
         print(
             f"  losses {entry['losses']}; targets: "
             + (", ".join(f"{name} {'met' if met else 'MISSED'}" for name, met in entry["targets"].items()) or "none")
@@ -211,6 +217,7 @@ def main() -> int:
     except ValueError as error:
         parser.error(str(error))
     arms = list(dict.fromkeys([CONTROL, *arms_of(args.arms, args.layers if stack else 24)]))
+    versions = check("offload_pairs.py", arms, args.device)
     least = (MIB if args.device == "cuda" else 0) if args.min_bytes is None else args.min_bytes
     spec = {"device": args.device, "stack": stack, "model": model, "kernels": args.kernels, "deterministic": False, "options": {"min_bytes": least}}
     with tempfile.TemporaryDirectory(prefix="offload_pairs_") as made, terminated_cleanly():
@@ -241,6 +248,7 @@ def main() -> int:
         "date": datetime.now(UTC).date().isoformat(),
         "command": "python benchmarks/offload_pairs.py " + " ".join(sys.argv[1:]),
         "environment": tuned.get("environment"),
+        **versions,
         "case": args.case,
         "model": model,
         "options": {"kernels": args.kernels, "warm": args.warm, "steps": args.steps, "rounds": args.rounds, "min_bytes": least},

@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from offload_models import Qwen, Stack, bare_rates, in_force, lead_blocks, medians, optimizer_step, settled, synchronize, timed_step
+from offload_models import Qwen, Stack, around_of, in_force, lead_blocks, medians, optimizer_step, settled, synchronize, timed_step
 from offload_trace import Trace, probe
+from rates import bare_rates
 from rounds import CONTROL
 
 from lightning_gdn.bench.environment import autotune_hash, collect
@@ -53,7 +54,7 @@ def warm_up(trainee: Any, applied: Any, spec: Mapping[str, Any]) -> tuple[list[d
     for index in range(max(least, cap)):
         if index >= least and settled(applied) and len({row["fraction"] for row in rows[-4:]}) == 1:
             return rows, True
-        rows.append(timed_step(trainee, index, applied if "offload:" in spec["arm"] else None, spec["device"]))
+        rows.append(timed_step(trainee, index, applied if "offload:" in spec["arm"] else None, spec["device"], around_of(applied)))
     return rows, False if auto else None
 
 
@@ -61,12 +62,13 @@ def time_job(trainee: Any, spec: Mapping[str, Any], gate: Gate) -> dict[str, Any
     """Medians over the measured steps of one arm (of memory the largest), every step's time, losses of all, and bare copies afterwards."""
     device, moves = spec["device"], "offload:" in spec["arm"]
     with in_force(trainee.model, spec["arm"], spec["kernels"], spec["options"]) as applied:
+        around = around_of(applied)
         warm, done = warm_up(trainee, applied, spec)
         gate("WARM")
         gc.collect()
         gc.freeze()  # a full collection goes through all that the libraries made, some 200 ms, and would fall on some processes' steps
-        warm.append(timed_step(trainee, len(warm), applied if moves else None, device))  # a device that has waited is no warm one
-        rows = [timed_step(trainee, len(warm) + index, applied if moves else None, device) for index in range(spec["steps"])]
+        warm.append(timed_step(trainee, len(warm), applied if moves else None, device, around))  # a device that has waited is no warm one
+        rows = [timed_step(trainee, len(warm) + index, applied if moves else None, device, around) for index in range(spec["steps"])]
         found = medians(rows)
         found |= {name: max(row[name] for row in rows) for name in ("peak_mib", "reserved_mib", "pinned_mib") if name in rows[0]}
         if moves:
@@ -82,9 +84,9 @@ def tune_job(trainee: Any, spec: Mapping[str, Any], setting: KernelSetting | Non
     """Two steps of the control and one of each arm: every kernel that they use is tuned, and the results are on disk."""
     probe(trainee, setting)
     for arm in (CONTROL, *spec["arms"]):
-        with in_force(trainee.model, arm, spec["kernels"], spec["options"]):
+        with in_force(trainee.model, arm, spec["kernels"], spec["options"]) as applied:
             for index in range(2 if arm == CONTROL else 1):
-                optimizer_step(trainee, index)
+                optimizer_step(trainee, index, around=around_of(applied))
     synchronize(spec["device"])
     return {}
 

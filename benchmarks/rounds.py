@@ -131,13 +131,16 @@ def judge(rounds: Mapping[str, Sequence[Mapping[str, Any]]], blocks: int, kernel
 
 def print_table(judged: Mapping[str, Any]) -> None:
     """One line per arm."""
-    print(f"{'arm':36s} {'ms':>8s} {'step':>8s} {'[range]':>17s} {'act MiB':>9s} {'':>8s} {'peak MiB':>9s} {'':>8s} {'x line':>6s}  dominated by")
+    width = max(36, *map(len, judged["arms"]))
+    print(
+        f"{'arm':{width}s} {'ms':>8s} {'step':>8s} {'[range]':>17s} {'act MiB':>9s} {'':>8s} {'peak MiB':>9s} {'':>8s} {'x line':>6s}  dominated by"
+    )
     for arm, entry in judged["arms"].items():
         ms, peak, act = entry["ms_pct"], entry["peak_mib_pct"], entry.get("act_mib")
         held = f"{act['median']:9.1f} {entry['act_mib_pct']['median']:+7.2f}%" if act else f"{'':18s}"
         ratio = "" if entry["line_ratio"] is None else f"{entry['line_ratio']:.2f}"
         print(
-            f"{arm:36s} {entry['ms']['median']:8.2f} {ms['median']:+7.2f}% [{ms['min']:+7.2f},{ms['max']:+7.2f}] "
+            f"{arm:{width}s} {entry['ms']['median']:8.2f} {ms['median']:+7.2f}% [{ms['min']:+7.2f},{ms['max']:+7.2f}] "
             f"{held} {entry['peak_mib']['median']:9.1f} {peak['median']:+7.2f}% {ratio:>6s}  {entry['dominated_by'] or ''}"
         )
 

@@ -363,13 +363,16 @@ def test_a_timed_run_tells_what_a_pair_needs(bench: Callable[[str], Any], tmp_pa
     assert found[FULL]["targets"] == {"lead": True}
 
 
+BARE = {"out_gb_s": 55.0, "in_gb_s": 54.0, "both_out_gb_s": 40.0, "both_in_gb_s": 41.0}
+
+
 def row(ms: float, peak: float, **more: Any) -> dict[str, Any]:
     return {"status": "ok", "ms": ms, "peak_mib": peak, "reserved_mib": peak + 10, "losses": ["a", "b"], "warm": 4, **more}
 
 
-def test_pairs_are_judged_within_their_round(bench: Callable[[str], Any]) -> None:
+def test_pairs_are_judged_within_their_round(bench: Callable[[str], Any], capsys: pytest.CaptureFixture[str]) -> None:
     pairs = bench("offload_pairs")
-    moved = {"out_gb_s": 50.0, "in_gb_s": 45.0, "bare": {"out_gb_s": 55.0, "in_gb_s": 54.0}, "lead_blocks": 1, "moved_mib": 7.0}
+    moved = {"out_gb_s": 50.0, "in_gb_s": 45.0, "bare": dict(BARE), "lead_blocks": 1, "moved_mib": 7.0}
     bad = {"status": "oom", "error": "exit code 1: no room"}
     rounds = [
         {"none": row(100.0, 1000.0), FULL: row(110.0, 900.0, **moved), AUTO: row(100.5, 950.0, **moved, settled=True)},
@@ -382,7 +385,10 @@ def test_pairs_are_judged_within_their_round(bench: Callable[[str], Any]) -> Non
     assert found[FULL]["step_pct"] == {"median": 7.5, "min": 5.0, "max": 10.0}
     assert found[FULL]["peak_saved_mib"]["median"] == 100.0
     assert found[FULL]["peak_saved_pct"]["median"] == 10.0
-    assert found[FULL]["in_of_bare"]["median"] == 0.833
+    assert found[FULL]["in_of_bare"]["median"] == 0.833, "of the rate this way alone"
+    assert {name: found[FULL][f"bare_{name}"]["median"] for name in BARE} == BARE
+    pairs.print_table(found)
+    assert "bare pinned copies, GB/s: out 55.0, in 54.0 alone; out 40.0, in 41.0 both at once" in capsys.readouterr().out
     assert found[FULL]["targets"] == {"out_rate": True, "in_rate": False, "lead": False}
     assert found[AUTO]["step_pct"]["median"] == 0.5
     assert found[AUTO]["targets"]["step"] is True
