@@ -163,7 +163,7 @@ class Mover:
                     held = storage_key(arg.tensor)
                     if held is not None:
                         _add(groups, held, arg, name if name in named else None, False)
-        moved: list[Moved] = []
+        named_groups: list[tuple[str, _Group, Tensor]] = []
         parameters: set[int | None] | None = None
         for key, group in groups.items():
             named_by = group.region or self._outputs.get(key)
@@ -178,9 +178,12 @@ class Mover:
             if reason is not None:
                 self._block.skip(reason, storage.nbytes())
                 continue
-            ticket = self._block.offer(tensor, handles=len(group.slots))
+            named_groups.append((named_by, group, tensor))
+        tickets = self._block.offer_all([(tensor, len(group.slots)) for _, group, tensor in named_groups])
+        moved: list[Moved] = []
+        for (named_by, group, tensor), ticket in zip(named_groups, tickets, strict=True):
             if ticket is not None:
-                moved.append(Moved(named_by, ticket, StorageWeakRef(storage)))
+                moved.append(Moved(named_by, ticket, StorageWeakRef(tensor.untyped_storage())))
                 for slot in group.slots:
                     slot.move(ticket)
         return moved

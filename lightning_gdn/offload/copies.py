@@ -38,8 +38,8 @@ class CopyBackend(Protocol):
     def wait(self, stream: Stream, event: Event) -> None:
         """What the stream is given from now on runs after the event."""
 
-    def copy(self, stream: Stream, target: Tensor, source: Tensor) -> None:
-        """Enqueue one copy between device and host (uint8, `[bytes]`) and return. The caller keeps both alive until it is done."""
+    def copy(self, stream: Stream, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Enqueue copies between device and host (target and source, uint8, `[bytes]`) and return. The caller keeps all alive until they are done."""
 
     def empty(self, nbytes: int, stream: Stream) -> Tensor:
         """Device memory (uint8, `[nbytes]`) that belongs to `stream`: what frees it hands it to that stream's next work.

@@ -12,6 +12,7 @@ import contextlib
 import mmap
 import os
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -57,9 +58,10 @@ class CudaBackend:
     def wait(self, stream: Stream, event: Event) -> None:
         stream.wait_event(event)
 
-    def copy(self, stream: Stream, target: Tensor, source: Tensor) -> None:
+    def copy(self, stream: Stream, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         with torch.cuda.stream(stream):
-            target.copy_(source, non_blocking=True)
+            for target, source in pairs:
+                target.copy_(source, non_blocking=True)
 
     def empty(self, nbytes: int, stream: Stream) -> Tensor:
         with torch.cuda.stream(stream):

@@ -7,6 +7,7 @@ vanishes with its tickets.
 
 from __future__ import annotations
 
+import itertools
 import threading
 import weakref
 from collections import deque
@@ -18,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..offload_config import OffloadConfig
 from .budget import AutoFraction, Budget
-from .copies import CopyBackend, Event, storage_of, view_of
+from .copies import CopyBackend, Event, Stream, storage_of, view_of
 from .pool import Pool
 from .statistics import Recorder, StepStatistics, TimelineEntry
 from .transfers import Copy, Transfers
@@ -111,7 +112,12 @@ class Block:
         Returns:
             The ticket; None if the storage stays on the device (counted by reason: size, resident block, budget, pool full, cannot move).
         """
-        return self._engine._offer(self, source, handles)
+        return self._engine._offer(self, [(source, handles)])[0]
+
+    def offer_all(self, offers: Sequence[tuple[Tensor, int]]) -> list[HostCopy | None]:
+        """`offer` of several sources with their handles. Their copies wait for the device together and are done together, which costs the
+        host little more than one. Answers are in the order of the offers."""
+        return self._engine._offer(self, offers)
 
     def skip(self, reason: str, nbytes: int) -> None:
         """Count a storage that the caller does not offer, so that the step's statistics say why."""
@@ -230,25 +236,43 @@ class Engine:
             copies += forward.outgoing.popleft()[1]
         self._transfers.let_go(copies)
 
-    def _offer(self, block: Block, source: Tensor, handles: int) -> HostCopy | None:
+    def _offer(self, block: Block, offers: Sequence[tuple[Tensor, int]]) -> list[HostCopy | None]:
         with self._lock:
             self._collect()
-            storage = storage_of(source, self._backend.device)
-            if storage is None:
-                self._recorder.skip("ineligible", source.numel() * source.element_size() if source.layout is torch.strided else 0)
+            moving = list[HostCopy]()
+            try:
+                answers = [self._answer(block, source, handles, moving) for source, handles in offers]
+                if moving:
+                    self._transfers.out([ticket._copy for ticket in moving])
+            except BaseException:
+                self._transfers.cancel(ticket._copy for ticket in moving)
+                raise
+            for ticket in moving:
+                block._shelf.append(weakref.ref(ticket))
+                block._moving.append(ticket._copy)
+                self._note("out", ticket, block.index)
+            return answers
+
+    def _answer(self, block: Block, source: Tensor, handles: int, moving: list[HostCopy]) -> HostCopy | None:
+        """The ticket of one offer; a new one is in `moving` as well."""
+        storage = storage_of(source, self._backend.device)
+        if storage is None:
+            self._recorder.skip("ineligible", source.numel() * source.element_size() if source.layout is torch.strided else 0)
+            return None
+        seen = block._seen.get(storage._cdata)
+        if seen is not None:
+            if seen[1] is None:
                 return None
-            seen = block._seen.get(storage._cdata)
-            if seen is not None:
-                if seen[1] is None:
-                    return None
-                ticket = seen[1]()
-                if ticket is not None:
-                    ticket._copy.handles += handles
-                    return ticket
-            ticket = self._move(block, source, storage, handles) if self._admit(block, storage.nbytes()) else None
-            # The weak reference to the storage pins its identity: were it to die inside the block, its address could come back as another one.
-            block._seen[storage._cdata] = StorageWeakRef(storage), None if ticket is None else weakref.ref(ticket)
-            return ticket
+            ticket = seen[1]()
+            if ticket is not None:
+                ticket._copy.handles += handles
+                return ticket
+        ticket = self._take(block, source, storage, handles) if self._admit(block, storage.nbytes()) else None
+        if ticket is not None:
+            moving.append(ticket)
+        # The weak reference to the storage pins its identity: were it to die inside the block, its address could come back as another one.
+        block._seen[storage._cdata] = StorageWeakRef(storage), None if ticket is None else weakref.ref(ticket)
+        return ticket
 
     def _admit(self, block: Block, nbytes: int) -> bool:
         recorder, forward = self._recorder, block._pass
@@ -264,18 +288,14 @@ class Engine:
             recorder.skip("budget", nbytes)
         return False
 
-    def _move(self, block: Block, source: Tensor, storage: torch.UntypedStorage, handles: int) -> HostCopy | None:
-        copy = self._transfers.out(source, storage, handles)
+    def _take(self, block: Block, source: Tensor, storage: torch.UntypedStorage, handles: int) -> HostCopy | None:
+        copy = self._transfers.take(source, storage, handles)
         if copy is None:
             self._recorder.add("fallbacks")
             self._recorder.add("fallback_bytes", storage.nbytes())
             return None
         self._tickets += 1
-        ticket = HostCopy(self, block, copy, self._tickets)
-        block._shelf.append(weakref.ref(ticket))
-        block._moving.append(copy)
-        self._note("out", ticket, block.index)
-        return ticket
+        return HostCopy(self, block, copy, self._tickets)
 
     def _fetch(self, ticket: HostCopy) -> torch.UntypedStorage:
         with self._lock:
@@ -309,20 +329,29 @@ class Engine:
         wanted = self.config.prefetch_blocks
         for index, shelf in reversed(forward.shelves):
             live = [ticket for reference in shelf if (ticket := reference()) is not None] if index <= block.index else []
-            for ticket in reversed(live):
-                copy = ticket._copy
-                if copy.source is not None or copy.device is not None or (copy.task == task and copy.left <= 0):
-                    continue
-                try:
-                    self._transfers.back(copy, copy.stream, late=index == block.index)
-                except torch.OutOfMemoryError:  # not needed yet; what this block's backward frees may be enough
-                    self._recorder.add("prefetch_oom")
+            missing = [ticket for ticket in reversed(live) if self._is_missing(ticket._copy, task)]
+            for stream, group in itertools.groupby(missing, key=lambda ticket: ticket._copy.stream):
+                if not self._reload(list(group), stream, block.index, task):
                     return
-                self._begin(ticket, task)
-                self._note("in", ticket, block.index)
             wanted -= bool(live) and index < block.index
             if not wanted:
                 return
+
+    @staticmethod
+    def _is_missing(copy: Copy, task: int) -> bool:
+        return copy.source is None and copy.device is None and not (copy.task == task and copy.left <= 0)
+
+    def _reload(self, tickets: Sequence[HostCopy], stream: Stream, during: int, task: int) -> bool:
+        """Reload ahead what finds room on the device. False: not all of it did, which is no error yet."""
+        try:
+            self._transfers.back([ticket._copy for ticket in tickets], stream, late=tickets[0]._block.index == during)
+        except torch.OutOfMemoryError:  # not needed yet; what this block's backward frees may be enough
+            self._recorder.add("prefetch_oom")
+        for ticket in tickets:
+            if ticket._copy.device is not None:
+                self._begin(ticket, task)
+                self._note("in", ticket, during)
+        return all(ticket._copy.device is not None for ticket in tickets)
 
     def _forget(self, forward: _Pass, below: int, reached: int) -> None:
         """Reloads of blocks whose backward is over, where a handle was never asked for (a frozen weight's input): let them go now."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import random
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -141,7 +141,11 @@ class SimulatedBackend:
 
         self._give(stream, run)
 
-    def copy(self, stream: Stream, target: Tensor, source: Tensor) -> None:
+    def copy(self, stream: Stream, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        for target, source in pairs:
+            self._copy_one(stream, target, source)
+
+    def _copy_one(self, stream: Stream, target: Tensor, source: Tensor) -> None:
         memory, read, nbytes = self._under(target), self._reader(source), source.numel()
 
         def run() -> None:

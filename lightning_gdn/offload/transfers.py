@@ -1,4 +1,7 @@
-"""One storage's way to the host and back: every wait that makes it safe. Nothing here knows blocks.
+"""The way of storages to the host and back: every wait that makes it safe. Nothing here knows blocks.
+
+Storages go in batches, those of one block at once: a wait, an event and a change of stream cost the host as much as a copy, and a batch
+needs them once.
 
 The rules, each of which a planted fault in the tests breaks:
 - a copy out starts when its source is written and the copy out of its host buffer is done;
@@ -10,7 +13,7 @@ Waits are made on the device, at fixed places of the program, so memory does not
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -21,6 +24,15 @@ from .pool import Buffer, Pool
 from .statistics import Recorder
 
 __all__ = ["Copy", "Transfers"]
+
+
+class _Arrival:
+    """When a batch of reloads is done, and whether the stream that they belong to waits for it by now."""
+
+    __slots__ = ("event", "awaited")
+
+    def __init__(self, event: Event) -> None:
+        self.event, self.awaited = event, False
 
 
 class Copy:
@@ -37,8 +49,7 @@ class Copy:
         "ready",  # event: the last copy into or out of the buffer is done
         "device",  # the reload, while handles of this backward are still to be served
         "owner",  # the stream whose memory `device` is
-        "arrived",  # event: the reload is done
-        "pending",  # nobody has waited for `arrived` yet
+        "arrival",  # of the reload
         "handles",
         "left",  # of the handles, to be served in backward `task`
         "task",
@@ -46,7 +57,7 @@ class Copy:
 
     def __init__(self, nbytes: int, buffer: Buffer, stream: Stream, source: Tensor, handles: int) -> None:
         self.nbytes, self.stream, self.handles = nbytes, stream, handles
-        self.buffer: Buffer | None = buffer
+        self.buffer: Buffer | None = buffer  # None once it is back in the pool
         self.source: Tensor | None = source
         self.version = None if source.is_inference() else source._version
         self.edited = False
@@ -54,9 +65,13 @@ class Copy:
         self.ready: Event = None
         self.device: Tensor | None = None
         self.owner: Stream = None
-        self.arrived: Event = None
-        self.pending = False
+        self.arrival: _Arrival | None = None
         self.left, self.task = 0, -2
+
+    @property
+    def arrived(self) -> Event:
+        """Event: the last reload is done; None before the first one."""
+        return self.arrival.event if self.arrival is not None else None
 
 
 class Transfers:
@@ -65,27 +80,44 @@ class Transfers:
     def __init__(self, backend: CopyBackend, pool: Pool, recorder: Recorder) -> None:
         self._backend, self._pool, self._recorder = backend, pool, recorder
 
-    def out(self, source: Tensor, storage: torch.UntypedStorage, handles: int) -> Copy | None:
-        """Enqueue the copy to the host. None if the pool gives no buffer."""
-        backend, recorder = self._backend, self._recorder
+    def take(self, source: Tensor, storage: torch.UntypedStorage, handles: int) -> Copy | None:
+        """A host buffer for the storage under `source`; None if the pool gives none. Nothing is copied before `out`."""
         buffer = self._pool.acquire(storage.nbytes())
-        if buffer is None:
-            return None
-        copy = Copy(storage.nbytes(), buffer, backend.current(), source, handles)
+        return None if buffer is None else Copy(storage.nbytes(), buffer, self._backend.current(), source, handles)
+
+    def out(self, copies: Sequence[Copy]) -> None:
+        """Enqueue the copies to the host, all from one stream, behind what it has been given. After an exception `cancel` them."""
+        backend, recorder, stream = self._backend, self._recorder, copies[0].stream
+        pairs = []
+        for copy in copies:
+            assert copy.buffer is not None
+            assert copy.source is not None
+            pairs.append((copy.buffer.memory[: copy.nbytes], bytes_of(copy.source.untyped_storage())))
+        backend.wait(backend.d2h, backend.record(stream))
+        self._after(backend.d2h, (copy.buffer.ready for copy in copies if copy.buffer is not None))
+        start = recorder.mark(backend.d2h)
         try:
-            backend.wait(backend.d2h, backend.record(copy.stream))
-            if buffer.ready is not None:
-                backend.wait(backend.d2h, buffer.ready)
-            start = recorder.mark(backend.d2h)
-            backend.copy(backend.d2h, buffer.memory[: copy.nbytes], bytes_of(storage))
-            copy.out = copy.ready = backend.record(backend.d2h, timing=recorder.timing)
+            backend.copy(backend.d2h, pairs)
+            done = backend.record(backend.d2h, timing=recorder.timing)
         except BaseException:
-            self._pool.release(buffer, backend.record(backend.d2h))
+            done = backend.record(backend.d2h)
+            backend.wait(stream, done)  # some may be under way, and read what the caller is about to drop
+            for copy in copies:
+                copy.ready = done
             raise
-        recorder.span("copy_out", start, copy.out, copy.nbytes)
-        recorder.add("bytes_out", copy.nbytes)
-        recorder.add("copies_out")
-        return copy
+        for copy in copies:
+            copy.out = copy.ready = done
+        nbytes = sum(copy.nbytes for copy in copies)
+        recorder.span("copy_out", start, done, nbytes)
+        recorder.add("bytes_out", nbytes)
+        recorder.add("copies_out", len(copies))
+
+    def cancel(self, copies: Iterable[Copy]) -> None:
+        """They were taken and are not under way: buffers go back."""
+        for copy in copies:
+            if copy.buffer is not None:
+                self._pool.release(copy.buffer, copy.ready if copy.ready is not None else copy.buffer.ready)
+            copy.source = copy.buffer = None
 
     def let_go(self, copies: Sequence[Copy]) -> None:
         """Let the sources go, in the order of their copies out. Their streams wait for the copies; the host does not."""
@@ -100,26 +132,47 @@ class Transfers:
             copy.edited = _edited(copy)
             copy.source = None
 
-    def back(self, copy: Copy, stream: Stream, *, late: bool) -> None:
-        """Enqueue the reload into memory of `stream`; `OutOfMemoryError` leaves everything as it was."""
+    def back(self, copies: Sequence[Copy], stream: Stream, *, late: bool) -> None:
+        """Enqueue the reloads into memory of `stream`. `OutOfMemoryError`: those before the first that found no room are under way."""
         backend, recorder = self._backend, self._recorder
-        assert copy.buffer is not None
-        target = backend.empty(copy.nbytes, stream)
-        backend.wait(backend.h2d, backend.record(stream))
-        backend.wait(backend.h2d, copy.out)
-        start = recorder.mark(backend.h2d)
-        copy.device, copy.owner, copy.pending = target, stream, True
-        try:
-            backend.copy(backend.h2d, target, copy.buffer.memory[: copy.nbytes])
-            copy.arrived = copy.ready = backend.record(backend.h2d, timing=recorder.timing)
-        except BaseException:
-            copy.arrived = copy.ready = backend.record(backend.h2d)
-            self.drop(copy)
-            raise
-        recorder.span("copy_in", start, copy.arrived, copy.nbytes)
-        recorder.add("bytes_in", copy.nbytes)
-        recorder.add("copies_in")
-        recorder.add("late", int(late))
+        started, pairs, full = list[Copy](), list[tuple[Tensor, Tensor]](), None
+        for copy in copies:
+            assert copy.buffer is not None
+            try:
+                copy.device = backend.empty(copy.nbytes, stream)
+            except torch.OutOfMemoryError as error:
+                full = error
+                break
+            started.append(copy)
+            pairs.append((copy.device, copy.buffer.memory[: copy.nbytes]))
+        if started:
+            backend.wait(backend.h2d, backend.record(stream))
+            self._after(backend.h2d, (copy.out for copy in started))
+            start = recorder.mark(backend.h2d)
+            try:
+                backend.copy(backend.h2d, pairs)
+                self._arriving(started, stream, backend.record(backend.h2d, timing=recorder.timing))
+            except BaseException:
+                self._arriving(started, stream, backend.record(backend.h2d))
+                for copy in started:
+                    self.drop(copy)
+                raise
+            nbytes = sum(copy.nbytes for copy in started)
+            recorder.span("copy_in", start, started[0].arrived, nbytes)
+            recorder.add("bytes_in", nbytes)
+            recorder.add("copies_in", len(started))
+            recorder.add("late", len(started) if late else 0)
+        if full is not None:
+            try:
+                raise full
+            finally:
+                del full  # its traceback holds this frame, and those of all callers
+
+    @staticmethod
+    def _arriving(copies: Sequence[Copy], stream: Stream, event: Event) -> None:
+        arrival = _Arrival(event)
+        for copy in copies:
+            copy.owner, copy.arrival, copy.ready = stream, arrival, event
 
     def serve(self, copy: Copy) -> torch.UntypedStorage:
         """The storage for one handle, safe to use on the current stream. The last handle of a backward lets the device's copy go."""
@@ -134,10 +187,8 @@ class Transfers:
             stream = backend.current()
             if copy.device is None or copy.owner != stream:  # memory of another stream could be taken back while this one reads it
                 self.drop(copy)
-                self.back(copy, stream, late=True)
-            if copy.pending:
-                self._wait(stream, copy.arrived, "stall_in")
-                copy.pending = False
+                self.back([copy], stream, late=True)
+            self._await(copy, "stall_in")
             assert copy.device is not None
             found = copy.device
         copy.left -= 1
@@ -147,17 +198,33 @@ class Transfers:
 
     def drop(self, copy: Copy) -> None:
         """Let the device's copy go, also one under way that nobody waited for."""
-        if copy.device is not None and copy.pending:
-            self._backend.wait(copy.owner, copy.arrived)
-        copy.device, copy.pending = None, False
+        if copy.device is not None:
+            self._await(copy)
+            copy.device = None
 
     def retire(self, copy: Copy) -> None:
         """The ticket is dead: let everything go, in order."""
-        self.let_go([copy])
-        self.drop(copy)
-        assert copy.buffer is not None
-        self._pool.release(copy.buffer, copy.ready)
-        copy.buffer = None
+        if copy.buffer is not None:
+            self.let_go([copy])
+            self.drop(copy)
+            self._pool.release(copy.buffer, copy.ready)
+            copy.buffer = None
+
+    def _await(self, copy: Copy, stall: str | None = None) -> None:
+        """The stream that a reload belongs to waits for its batch, once."""
+        arrival = copy.arrival
+        assert arrival is not None
+        if not arrival.awaited:
+            if stall is not None:
+                self._wait(copy.owner, arrival.event, stall)
+            else:
+                self._backend.wait(copy.owner, arrival.event)
+            arrival.awaited = True
+
+    def _after(self, stream: Stream, events: Iterable[Event | None]) -> None:
+        """`stream` goes on after each of these events; what one batch returned has one event."""
+        for event in {id(event): event for event in events if event is not None}.values():
+            self._backend.wait(stream, event)
 
     def _wait(self, stream: Stream, event: Event, name: str) -> None:
         before = self._recorder.mark(stream)

@@ -97,8 +97,8 @@ class Schedule:
         self.task = 0
         self.ends: dict[int, list[Callable[[], None]]] = {}
         self.fail_in = -1  # copies until one fails
-        self._copy = self.sim.copy
-        self.sim.copy = self._maybe_failing  # type: ignore[method-assign]
+        self._copy = self.sim._copy_one
+        self.sim._copy_one = self._maybe_failing  # type: ignore[method-assign]
 
     def run(self) -> None:
         """Draw and run the schedule; check what must hold throughout and at the end."""
@@ -159,32 +159,47 @@ class Schedule:
             stream = rng.choice(self.streams)
             items: list[Saved] = []
             with sim.on(stream), self.engine.block(index, count + 2 * untaken) as block:
-                for _ in range(rng.choice((0, 1, 2, 3))):
-                    items.append(self._save(graph, block, base if rng.random() < 0.6 else rng.choice(SIZES)))
+                for count_together in rng.choice(((), (1,), (1, 1), (2,), (1, 2), (4,))):
+                    sizes = [base if rng.random() < 0.6 else rng.choice(SIZES) for _ in range(count_together)]
+                    items += self._save(graph, block, sizes)
                 if stop == index:
                     raise Injected("forward")
             graph.blocks.append((block, stream, items))
         self.graphs.append(graph)
 
-    def _save(self, graph: Graph, block: Block, nbytes: int) -> Saved:
+    def _save(self, graph: Graph, block: Block, sizes: list[int]) -> list[Saved]:
+        """Storages of these sizes, offered one by one or together, each once or once per view."""
         rng, sim = self.rng, self.sim
-        tensor = sim.empty(nbytes, sim.current())
-        content = np.frombuffer(rng.randbytes(nbytes), dtype=np.uint8)
-        sim.launch(lambda memory: np.copyto(memory, content), tensor)
-        views = [draw_view(rng, nbytes) for _ in range(rng.randint(1, 3))]
-        if rng.random() < 0.5:
-            ticket = block.offer(tensor, handles=len(views))
-        else:
-            tickets = [block.offer(copies.view_of(tensor.untyped_storage(), *view)) for view in views]
-            assert all(other is tickets[0] for other in tickets), "one storage, several answers"
-            ticket = tickets[0]
-        if nbytes >= self.config.min_bytes and block.index < block._count - self.config.resident_last_blocks:
-            graph.eligible += nbytes
-            graph.moved += nbytes if ticket is not None else 0
-            assert graph.moved <= self.config.fraction * graph.eligible + 1e-6
-        else:
-            assert ticket is None
-        return Saved(ticket, tensor if ticket is None else None, views, content)
+        drawn: list[tuple[torch.Tensor, list[Geometry], np.ndarray[Any, Any]]] = []
+        offers: list[tuple[torch.Tensor, int]] = []
+        owners: list[int] = []
+        for number, nbytes in enumerate(sizes):
+            tensor = sim.empty(nbytes, sim.current())
+            content = np.frombuffer(rng.randbytes(nbytes), dtype=np.uint8)
+            sim.launch(lambda memory, content=content: np.copyto(memory, content), tensor)
+            views = [draw_view(rng, nbytes) for _ in range(rng.randint(1, 3))]
+            drawn.append((tensor, views, content))
+            if rng.random() < 0.5:
+                mine = [(tensor, len(views))]
+            else:
+                mine = [(copies.view_of(tensor.untyped_storage(), *view), 1) for view in views]
+            offers += mine
+            owners += [number] * len(mine)
+        answers = block.offer_all(offers) if len(sizes) > 1 else [block.offer(source, handles) for source, handles in offers]
+        offers.clear()
+        made: list[Saved] = []
+        for number, (tensor, views, content) in enumerate(drawn):
+            ticket, *others = (answer for answer, owner in zip(answers, owners, strict=True) if owner == number)
+            assert all(other is ticket for other in others), "one storage, several answers"
+            nbytes = len(content)
+            if nbytes >= self.config.min_bytes and block.index < block._count - self.config.resident_last_blocks:
+                graph.eligible += nbytes
+                graph.moved += nbytes if ticket is not None else 0
+                assert graph.moved <= self.config.fraction * graph.eligible + 1e-6
+            else:
+                assert ticket is None
+            made.append(Saved(ticket, tensor if ticket is None else None, views, content))
+        return made
 
     def _backward(self) -> None:
         rng = self.rng

@@ -67,7 +67,7 @@ def test_eviction_waits_for_the_last_copy_out_of_the_buffer() -> None:
     sim = SimulatedBackend()
     pool = Pool(sim, 2 * MIB)
     buffer, target = take(pool, 2 * MIB), sim.empty(2 * MIB, sim.current())
-    sim.copy(sim.h2d, target, buffer.memory)
+    sim.copy(sim.h2d, [(target, buffer.memory)])
     event = sim.record(sim.h2d)
     pool.release(buffer, event)
     assert not sim.done(event)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -67,11 +67,10 @@ def source_released_early(monkeypatch: pytest.MonkeyPatch) -> None:
 def source_released_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     proper = Transfers.out
 
-    def out(self: Transfers, *args: Any) -> Copy | None:
-        copy = proper(self, *args)
-        if copy is not None:
+    def out(self: Transfers, taken: Sequence[Copy]) -> None:
+        proper(self, taken)
+        for copy in taken:
             copy.source = None
-        return copy
 
     monkeypatch.setattr(Transfers, "out", out)
 
@@ -99,7 +98,7 @@ def wrong_stride(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def reload_dropped_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
     def drop(self: Transfers, copy: Copy) -> None:
-        copy.device, copy.pending = None, False
+        copy.device = None
 
     monkeypatch.setattr(Transfers, "drop", drop)
 
