@@ -25,7 +25,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from .ledger import is_weight_cast
 from .offload.cuda import CudaBackend
-from .offload.engine import Block, Engine, HostCopy
+from .offload.engine import Engine
+from .offload.handles import Block, HostCopy
 from .offload.simulated import SimulatedBackend
 from .offload.statistics import StepStatistics, merged
 from .offload_config import OffloadConfig

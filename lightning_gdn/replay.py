@@ -69,7 +69,7 @@ class ReplayCounter(Protocol):
 
 
 class Ticket(Protocol):
-    """One storage that moved to the host (`offload.engine.HostCopy`)."""
+    """One storage that moved to the host (`offload.handles.HostCopy`)."""
 
     def view(self, size: Sequence[int], stride: Sequence[int], offset: Any, dtype: torch.dtype) -> Tensor:
         """A view of the storage, back on the device."""

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from .adapters.base import Adapter
 from .ledger import Ledger
 from .moving import Engines, Mover, Moving
-from .offload.engine import Block
+from .offload.handles import Block
 from .plan import BlockPlan
 from .regions import Mode
 from .tape import Carry, Tape, active_tape

@@ -18,116 +18,20 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..offload_config import OffloadConfig
-from .budget import AutoFraction, Budget
-from .copies import CopyBackend, Event, Stream, storage_of, view_of
+from .budget import AutoFraction
+from .copies import CopyBackend, Stream, storage_of
+from .handles import Block, HostCopy, Pass
 from .pool import Pool
 from .statistics import Recorder, StepStatistics, TimelineEntry
 from .transfers import Copy, Transfers
 
-__all__ = ["Block", "Engine", "HostCopy"]
+__all__ = ["Engine"]
 
 _graph_task: Callable[[], int] = torch._C._current_graph_task_id
 
 
 def _at_end_of_backward(call: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(call)
-
-
-class HostCopy:
-    """Ticket of one storage that moved. Whoever holds it can have the storage back; when the last holder lets it go, the host buffer returns."""
-
-    __slots__ = ("_engine", "_block", "_copy", "number", "__weakref__")
-
-    def __init__(self, engine: Engine, block: Block, copy: Copy, number: int) -> None:
-        self._engine, self._block, self._copy, self.number = engine, block, copy, number
-        weakref.finalize(self, engine._dead.append, copy).atexit = False  # only an append: it may run anywhere, also under the engine's lock
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the storage."""
-        return self._copy.nbytes
-
-    def fetch(self) -> torch.UntypedStorage:
-        """The storage on the device, for one handle, on the stream that is current in this thread. Rebuild views with `view_of`.
-
-        Call it once per handle and backward; the handles of one backward share one reload. A further call, or a second backward over the same
-        graph, reloads again.
-
-        Raises:
-            RuntimeError: the source was edited in place while it was being copied, or the stream is being captured into a CUDA graph.
-            torch.OutOfMemoryError: no room for the reload; a later fetch can succeed.
-        """
-        return self._engine._fetch(self)
-
-    def view(self, size: Sequence[int], stride: Sequence[int], offset: int, dtype: torch.dtype) -> Tensor:
-        """`fetch`, and a view of the storage with exactly this size, stride and offset."""
-        return view_of(self.fetch(), size, stride, offset, dtype)
-
-
-class _Pass:
-    """One forward pass: what it moved, block by block."""
-
-    __slots__ = ("number", "shelves", "outgoing", "budget", "last", "task", "reached", "started", "turned", "eligible")
-
-    def __init__(self, number: int, fraction: float) -> None:
-        self.number, self.budget, self.last, self.eligible = number, Budget(fraction), -1, 0
-        self.shelves: list[tuple[int, list[weakref.ref[HostCopy]]]] = []
-        self.outgoing: deque[tuple[int, list[Copy]]] = deque()  # blocks whose sources are still held
-        self.task, self.reached = -2, -1  # the backward that prefetched last, and the block it had reached
-        self.started: Event | None = None
-        self.turned: Event | None = None
-
-
-class Block:
-    """One call of one block in forward; a context manager around it. It holds no tensor, so a graph may hold it.
-
-    Entering it raises `RuntimeError` while the current stream is being captured into a CUDA graph.
-    """
-
-    __slots__ = ("index", "_count", "_engine", "_pass", "_shelf", "_moving", "_seen")
-
-    def __init__(self, engine: Engine, forward: _Pass, index: int, count: int) -> None:
-        self.index, self._count, self._engine, self._pass = index, count, engine, forward
-        self._shelf: list[weakref.ref[HostCopy]] = []
-        self._moving: list[Copy] = []
-        self._seen: dict[int, tuple[StorageWeakRef, weakref.ref[HostCopy] | None]] = {}
-
-    def __enter__(self) -> Block:
-        self._engine._enter(self)
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._engine._leave(self, failed=exc[0] is not None)
-
-    def offer(self, source: Tensor, handles: int = 1) -> HostCopy | None:
-        """Move the whole storage under `source` to the host, if it may move. Call it inside the block's context.
-
-        The copy is enqueued behind what the current stream has been given. The engine keeps `source` (detached, please: a graph would be
-        kept with it) until the copy is done; the caller drops it at once. The same storage offered again gives the same ticket.
-
-        Args:
-            source: any tensor over the storage.
-            handles: how many saved tensors will fetch it in one backward.
-
-        Returns:
-            The ticket; None if the storage stays on the device (counted by reason: size, resident block, budget, pool full, cannot move).
-        """
-        return self._engine._offer(self, [(source, handles)])[0]
-
-    def offer_all(self, offers: Sequence[tuple[Tensor, int]]) -> list[HostCopy | None]:
-        """`offer` of several sources with their handles. Their copies wait for the device together and are done together, which costs the
-        host little more than one. Answers are in the order of the offers."""
-        return self._engine._offer(self, offers)
-
-    def skip(self, reason: str, nbytes: int) -> None:
-        """Count a storage that the caller does not offer, so that the step's statistics say why."""
-        with self._engine._lock:
-            self._engine._recorder.skip(reason, nbytes)
-
-    def backward(self, _: object = None) -> None:
-        """This block's backward begins: enqueue the reloads of the blocks before it. `fetch` calls it too; a hook on the gradient of the
-        block's output calls it for blocks that moved nothing themselves. Calls after the first of a backward do nothing."""
-        self._engine._turn(self)
 
 
 class Engine:
@@ -166,13 +70,13 @@ class Engine:
         """Context of one call of block `index` of `count` in forward. A forward pass begins where the index does not rise."""
         with self._lock:
             self._collect()
-            forward: _Pass | None = getattr(self._threads, "forward", None)
+            forward: Pass | None = getattr(self._threads, "forward", None)
             if forward is None or index <= forward.last:
                 if forward is not None:
                     self._release(forward, forward.last + 1)  # it ended early
                 self._passes += 1
                 self._recorder.add("forwards")
-                forward = self._threads.forward = _Pass(self._passes, self.fraction)
+                forward = self._threads.forward = Pass(self._passes, self.fraction)
             forward.last = index
             return Block(self, forward, index, count)
 
@@ -229,7 +133,7 @@ class Engine:
             if last and not failed:
                 self._recorder.span("forward", forward.started, self._recorder.mark(self._backend.current()), forward.eligible)
 
-    def _release(self, forward: _Pass, before: int) -> None:
+    def _release(self, forward: Pass, before: int) -> None:
         """Let the sources of all blocks below `before` go."""
         copies: list[Copy] = []
         while forward.outgoing and forward.outgoing[0][0] < before:
@@ -353,7 +257,7 @@ class Engine:
                 self._note("in", ticket, during)
         return all(ticket._copy.device is not None for ticket in tickets)
 
-    def _forget(self, forward: _Pass, below: int, reached: int) -> None:
+    def _forget(self, forward: Pass, below: int, reached: int) -> None:
         """Reloads of blocks whose backward is over, where a handle was never asked for (a frozen weight's input): let them go now."""
         for index, shelf in forward.shelves:
             if below < index <= reached:

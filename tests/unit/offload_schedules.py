@@ -16,7 +16,8 @@ import numpy as np
 import torch
 
 from lightning_gdn.offload import copies, engine
-from lightning_gdn.offload.engine import Block, Engine, HostCopy
+from lightning_gdn.offload.engine import Engine
+from lightning_gdn.offload.handles import Block, HostCopy
 from lightning_gdn.offload.simulated import SimulatedBackend, SimulatedStream
 from lightning_gdn.offload_config import OffloadConfig
 

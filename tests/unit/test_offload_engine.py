@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from lightning_gdn.offload import engine as engine_module
 from lightning_gdn.offload.copies import storage_of, view_of
-from lightning_gdn.offload.engine import Block, Engine, HostCopy
+from lightning_gdn.offload.engine import Engine
+from lightning_gdn.offload.handles import Block, HostCopy
 from lightning_gdn.offload.simulated import SimulatedBackend
 from lightning_gdn.offload_config import OffloadConfig
 

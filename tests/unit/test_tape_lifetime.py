@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lightning_gdn.apply import apply_plan
 from lightning_gdn.labels import Selection
 from lightning_gdn.moving import Moved, Mover
-from lightning_gdn.offload.engine import HostCopy
+from lightning_gdn.offload.handles import HostCopy
 from lightning_gdn.replay import Region, Slot
 from lightning_gdn.tape import Carry, Tape, active_tape, in_replay
 from tests.models import tiny_batch, tiny_qwen3_5
