@@ -71,10 +71,11 @@ class Moved:
 class _Group:
     """The living slots of one storage."""
 
-    __slots__ = ("slots", "region", "cast")
+    __slots__ = ("slots", "where", "region", "cast")
 
     def __init__(self) -> None:
         self.slots: list[Slot] = []
+        self.where: set[str] = set()
         self.region: str | None = None
         self.cast = False
 
@@ -89,9 +90,10 @@ class Mover:
         caller: what the block was called with; tensors in it belong to the caller.
         block_input: the block's first argument.
         weights: shape and dtype of the block's parameters where autocast may copy them, else nothing.
+        watch: the regions whose saved tensors matter, from `learned` of an earlier call; None: not known yet, every region's are looked at.
     """
 
-    __slots__ = ("_moving", "_block", "_module", "_held", "_weights", "_records", "_outputs", "_pins", "_min_bytes", "_saved")
+    __slots__ = ("watch", "learned", "_moving", "_block", "_module", "_held", "_weights", "_records", "_outputs", "_pins", "_min_bytes", "_saved")
 
     def __init__(
         self,
@@ -101,13 +103,17 @@ class Mover:
         caller: Iterable[Any],
         block_input: Tensor,
         weights: set[tuple[tuple[int, ...], torch.dtype]] | None,
+        watch: frozenset[str] | None = None,
     ) -> None:
+        self.watch = watch
+        self.learned: frozenset[str] | None = None
+        """After `finish`, where `watch` was None: the regions that saved something of a storage that a label names."""
         self._moving, self._block, self._module, self._weights = moving, block, module, weights
         self._min_bytes, self._saved = moving.min_bytes, moving.saved
         self._held = {storage_key(tensor) for tensor in _tensors(caller)}
         if moving.inputs and not (block_input.requires_grad and block_input.grad_fn is None):  # a leaf is held by its own graph node
             self._held.discard(storage_key(block_input))
-        self._records: list[tuple[weakref.ref[Slot], int, str | None, bool]] = []
+        self._records: list[tuple[weakref.ref[Slot], int, str, bool]] = []
         self._outputs: dict[int, str] = {}
         self._pins: list[StorageWeakRef] = []  # of the outputs, whose addresses stand for them until the block ends
 
@@ -118,23 +124,22 @@ class Mover:
             storage = tensor.untyped_storage() if type(tensor) is Tensor else None
         except (NotImplementedError, RuntimeError):
             storage = None
-        if storage is None or (not wanted and storage.nbytes() < self._min_bytes):
+        if storage is None or (not wanted and self.watch is not None and storage.nbytes() < self._min_bytes):
             if wanted:
                 self._block.skip("ineligible", tensor.numel() * tensor.element_size())
             return tensor.detach(), tensor._version
         slot = Slot(tensor)
         cast = wanted and self._weights is not None and is_weight_cast(tensor, self._weights)
-        self._records.append((weakref.ref(slot.stay()), storage._cdata, region if wanted else None, cast))
+        self._records.append((weakref.ref(slot.stay()), storage._cdata, region, cast))
         return slot
 
     def follow(self, region: str, slots: Iterable[object]) -> None:
         """What a recomputed region saved was swept: slots that still hold their tensor."""
-        wanted = region if region in self._saved else None
         for slot in slots:
             if type(slot) is Slot and slot.tensor is not None:
                 key = storage_key(slot.tensor)
                 if key is not None:
-                    self._records.append((weakref.ref(slot), key, wanted, False))
+                    self._records.append((weakref.ref(slot), key, region, False))
 
     def ended(self, region: str, result: object) -> None:
         """A region ended with this result."""
@@ -155,7 +160,8 @@ class Mover:
         for reference, key, region, cast in self._records:
             slot = reference()
             if slot is not None and slot.region is None:
-                _add(groups, key, slot, region, cast)
+                _add(groups, key, slot, region if region in self._saved else None, cast)
+                groups[key].where.add(region)
         named = self._saved | self._moving.inputs
         for call in regions:
             name = call.fn.name
@@ -164,12 +170,14 @@ class Mover:
                     held = storage_key(arg.tensor)
                     if held is not None:
                         _add(groups, held, arg, name if name in named else None, False)
+        seen = set(self._saved)
         named_groups: list[tuple[str, _Group, Tensor]] = []
         parameters: set[int | None] | None = None
         for key, group in groups.items():
             named_by = group.region or self._outputs.get(key)
             if named_by is None:
                 continue
+            seen |= group.where
             tensor = group.slots[0].tensor
             assert tensor is not None
             storage = tensor.untyped_storage()
@@ -180,6 +188,8 @@ class Mover:
                 self._block.skip(reason, storage.nbytes())
                 continue
             named_groups.append((named_by, group, tensor))
+        if self.watch is None:
+            self.learned = frozenset(seen)
         tickets = self._block.offer_all([(tensor, len(group.slots)) for _, group, tensor in named_groups])
         moved: list[Moved] = []
         for (named_by, group, tensor), ticket in zip(named_groups, tickets, strict=True):

@@ -27,6 +27,8 @@ __all__ = ["BlockTakeover", "PartTakeover", "Session", "Takeover", "foreign_hook
 ON_FOREIGN_HOOKS = ("raise", "bypass")
 _runs_eagerly = torch.compiler.disable(reason="lightning_gdn: a block under a plan runs eagerly, because its tape cannot be traced")
 _CARRY = "_lightning_gdn_carry"
+RELEARN = 64
+"""Calls of a block after which it looks at every region's saved tensors again, where something moves."""
 
 
 class Session:
@@ -157,6 +159,9 @@ class BlockTakeover(Takeover):
         self._continues, self._carry = continues, plan.carry  # whether the block before hands its output on, whether this one does
         self._moving = Moving.of(plan.moves, session.engines.config) if session.engines is not None else None
         self._weights: set[tuple[tuple[int, ...], torch.dtype]] | None = None
+        self._watch: frozenset[str] | None = None  # see `Mover`
+        self._watched: tuple[Any, ...] = ()  # what `_watch` was learned under
+        self._watch_calls = 0
 
     @_runs_eagerly
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -187,17 +192,30 @@ class BlockTakeover(Takeover):
         handed_on: Carry | None = x.__dict__.pop(_CARRY, None) if self._continues else None
         if probe is not None:
             session.ledger.kernels.update(self._adapter.kernels(module, x.device, session.kernels))
-        mover = Mover(moving, block, module, (args, kwargs), x, self._casts(module, x.device)) if moving is not None and block is not None else None
+        mover = self._mover(moving, block, x, args, kwargs) if moving is not None and block is not None else None
         with Tape(self._modes, x.device, probe, handed_on, session.kernels, mover) as tape:
             out = self._run(module, tape, *args, **kwargs)
             carry = tape.carry(out) if self._carry else None
             if mover is not None:
                 mover.returns(out)
+        if mover is not None and mover.learned is not None:
+            self._watch, self._watch_calls = mover.learned, 0
         if carry is not None:
             setattr(out, _CARRY, carry)
         if probe is not None and session.ledger.complete:
             session.complete()
         return out
+
+    def _mover(self, moving: Moving, block: Block, x: Tensor, args: Any, kwargs: Any) -> Mover:
+        """What moves in this call. Which regions' saved tensors matter is learned from a call whose hooks see all of them, and learned anew
+        under another mode or autocast state, and now and then: an alias that is overlooked costs memory, no correctness."""
+        module, kind = self.module, x.device.type
+        casts = torch.is_autocast_enabled(kind)
+        state = module.training, x.requires_grad, casts, torch.get_autocast_dtype(kind) if casts else None
+        self._watch_calls += 1
+        if state != self._watched or self._watch_calls > RELEARN:
+            self._watched, self._watch = state, None
+        return Mover(moving, block, module, (args, kwargs), x, self._casts(module, x.device), self._watch)
 
     def _casts(self, module: nn.Module, device: torch.device) -> set[tuple[tuple[int, ...], torch.dtype]] | None:
         """Shapes and dtypes of weights, where autocast may copy them."""

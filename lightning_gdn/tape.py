@@ -87,8 +87,9 @@ class Carry:
 class Tape:
     """One call of one block. `with Tape(...) as tape: ... tape.run(region, owner, *args)`.
 
-    Hooks are open only where a saved tensor can matter: around a region that is recomputed, and around one that is kept but gets a
-    recomputed output as an argument (a region sees tensors only as arguments, so no other region can save one).
+    Hooks are open only where a saved tensor can matter: around a region that is recomputed, around one that is kept but gets a
+    recomputed output as an argument (a region sees tensors only as arguments, so no other region can save one), and where something moves
+    around the regions that `mover.watch` names.
 
     Args:
         modes: mode of every region that is not in `keep`.
@@ -110,7 +111,8 @@ class Tape:
     ) -> None:
         self.kernels = kernels
         self._modes, self._device, self._probe, self._mover = modes, device, probe, mover
-        self._sees_all = mover is not None or (probe is not None and probe.counts_saved)
+        self._sees_all = (mover is not None and mover.watch is None) or (probe is not None and probe.counts_saved)
+        self._watch: frozenset[str] = (mover.watch if mover is not None else None) or frozenset()
         self._simple = mover is None and probe is None
         self._autocast: tuple[str, bool, torch.dtype, torch.dtype] | None = None
         self._registry: dict[int, _Output] = {} if carry is None else {carry.key: carry.output}
@@ -180,7 +182,7 @@ class Tape:
             if mode is not Mode.KEEP:
                 result = self._recompute(fn, owner, args, mode)
             else:
-                result = fn.call(owner, *args) if self._sees_all else self._keep(fn, owner, args)
+                result = fn.call(owner, *args) if self._sees_all else self._keep(fn, owner, args, watch=fn.name in self._watch)
         finally:
             self._name = outer
         if probe is not None:
@@ -198,16 +200,19 @@ class Tape:
         self._hold = entry.region
         return Carry(output, entry)
 
-    def _keep(self, fn: RegionFn, owner: nn.Module, args: tuple[Any, ...]) -> Any:
+    def _keep(self, fn: RegionFn, owner: nn.Module, args: tuple[Any, ...], *, watch: bool = False) -> Any:
         registry = self._registry
-        for arg in args:
-            if isinstance(arg, Tensor) and storage_key(arg) in registry:
-                push_hooks(self._pack_kept, _unpack)
-                try:
-                    return fn.call(owner, *args)
-                finally:
-                    pop_hooks()
-        return fn.call(owner, *args)
+        if not watch:
+            for arg in args:
+                if isinstance(arg, Tensor) and storage_key(arg) in registry:
+                    break
+            else:
+                return fn.call(owner, *args)
+        push_hooks(self._pack_kept, _unpack)
+        try:
+            return fn.call(owner, *args)
+        finally:
+            pop_hooks()
 
     def _recompute(self, fn: RegionFn, owner: nn.Module, args: tuple[Any, ...], mode: Mode) -> Any:
         autocast = self._autocast
