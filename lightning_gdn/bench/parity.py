@@ -26,6 +26,7 @@ from ..callbacks._warmup import AutotuneWatch
 from ..inspection import inspect_model
 from ..labels import LABELS, parse_arm
 from ..regions import BlockLayout
+from ..stayed import why_stayed
 from .arm import check_device, failure
 from .arms import Rival, configured, parse
 from .compare import child_environment
@@ -246,11 +247,13 @@ def _moved(applied: Any, steps: int = 1) -> Moved | None:
         return None
     found = applied.step_statistics()
     stayed = {reason: nbytes // steps for reason, nbytes in found.stayed.items()} if found is not None else {}
+    largest = found.largest_small if found is not None else 0
     return Moved(
         nbytes=found.bytes_out // steps if found is not None else 0,
         share=config.fraction,
         stayed=stayed,
         unmoved=tuple(unmoved_labels(applied.ledger, config)),
+        why=why_stayed(stayed, config, largest_small=largest),
     )
 
 
