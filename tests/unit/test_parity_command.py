@@ -551,6 +551,64 @@ def test_an_arm_that_fails_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert "Traceback" in capsys.readouterr().err
 
 
+OOM = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
+ERRORS = [
+    (OOM, "oom"),
+    (torch.AcceleratorError("CUDA error: out of memory"), "oom"),
+    (MemoryError("no room"), "oom"),
+    (torch.AcceleratorError("CUDA error: an illegal memory access was encountered"), "failed"),
+    (RuntimeError("first line\nlast line"), "failed"),
+]
+
+
+@pytest.mark.parametrize(("error", "status"), ERRORS)
+@pytest.mark.parametrize("when", ["built", "first run", "last run"])
+def test_a_control_that_fails_is_a_record(
+    error: Exception, status: str, when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: Any) -> Any:
+        raise error
+
+    def arm(check: ParityCheck, name: str) -> ArmRuns:
+        monkeypatch.setattr(Rig, "run", fail)  # from here on
+        return ArmRuns(name)
+
+    monkeypatch.setattr(ParityCheck, "arm", arm)
+    if when != "last run":
+        monkeypatch.setattr(*((BenchModule, "configure_model", fail) if when == "built" else (Rig, "run", fail)))
+    code, record = run(tmp_path, "--arms", "gdn_conv")
+    assert (code, record["status"]) == (1, status)
+    last = str(error).splitlines()[-1]
+    assert record["error"] == f"{type(error).__name__}: {last} during none"
+    assert record["environment"]["device"] == "cpu"
+    assert "arms" not in record
+    told = capsys.readouterr().err
+    assert "Traceback" in told
+    message = told.splitlines()[-1]
+    assert message.startswith(f"lightning-gdn: parity: {status}: {record['error']}")
+    assert ("must fit: a smaller data.seq_len or data.batch_size" in message) is (status == "oom")
+    assert message.endswith(str(tmp_path / "out" / "parity.json"))
+
+
+def test_a_control_that_fails_between_the_runs_of_an_arm_is_not_the_arms_fault(tmp_path: Path, noisy: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An arm that looks outside sends the control to run more often; what fails then is the control."""
+    ran: list[str] = []
+
+    def opener(model: nn.Module, arm: str, kernels: str) -> Any:
+        ran.append(arm)
+        if ran[-2:] == ["gdn_conv", "none"]:
+            raise OOM
+        return open_arm(model, arm, kernels)
+
+    monkeypatch.setattr(ParityCheck, "_outside", lambda check, arm: bool(arm.runs))
+    monkeypatch.setattr(parity_module, "NOISY_RUNS", 2)
+    monkeypatch.setattr(ParityCheck.more_control, "__defaults__", (3,))
+    (tmp_path / "out").mkdir()
+    record = parity(load(str(tiny_recipe(tmp_path)), [SHORT]), ["none", "gdn_conv"], tmp_path / "out", ParityOptions(), open_arm=opener)
+    assert (record["status"], record["error"]) == ("oom", f"OutOfMemoryError: {OOM} during none")
+    assert read_json(tmp_path / "out" / "parity.json")["status"] == "oom"
+
+
 def test_a_control_of_nan_or_zeros_proves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for factor, problem in ((float("nan"), "not finite"), (0.0, "every gradient is zero")):
 
@@ -596,8 +654,9 @@ def test_a_step_that_edits_a_parameter_is_refused(tmp_path: Path, monkeypatch: p
             return super().forward(ids)
 
     monkeypatch.setattr(parity_rig, "make_module", Editing)
-    with pytest.raises(RuntimeError, match="edited in place"):
-        run(tmp_path, "--arms", "gdn_conv")
+    code, record = run(tmp_path, "--arms", "gdn_conv")
+    assert (code, record["status"]) == (1, "failed")
+    assert "edited in place" in record["error"]
 
 
 @pytest.mark.parametrize(
