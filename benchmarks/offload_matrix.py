@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import offload_verdicts as judge
-from processes import GRACE, Child, environment, kill_all, visible_gpus
+from processes import GRACE, Child, environment, kill_all, tune, visible_gpus
 
 from lightning_gdn.bench.ending import terminated_cleanly
 from lightning_gdn.bench.records import SCHEMA, write_json
@@ -196,13 +196,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="offload_matrix_") as made, terminated_cleanly():
         folder = Path(made)
         runs = plan(args.steps, args.short, folder / "weights.pt")
-        tuner = Child("tune", {**spec, "job": "tune", "arms": [FULL, *SHORT]}, folder, {**environment(gpus[0]), **CUBLAS})
-        try:
-            tuner.wait(None if math.isinf(args.seconds) else args.seconds)
-        finally:
-            tuner.kill()
-        tuned = tuner.result()
-        print(f"  tuning: {tuned['status']}, {time.monotonic() - tuner.started:.0f} s", file=sys.stderr, flush=True)
+        tuned = tune(spec, [FULL, *SHORT], folder, {**environment(gpus[0]), **CUBLAS}, args.seconds)
         children = schedule(runs, spec, folder, gpus, args.parallel, deadline) if tuned["status"] == "ok" else {}
         results, traces = ({name: read(child) for name, child in children.items()} for read in (Child.result, Child.rows))
     found = verdicts(runs, tuned, results, traces, gpu=gpu)

@@ -22,9 +22,9 @@ import math
 from pathlib import Path
 from typing import Any
 
-from offload_models import Qwen, Stack, around_of, in_force, lead_blocks, medians, timed_step
+from offload_trainees import Qwen, Stack, around_of, in_force, lead_blocks, ledger_sums, medians, timed_step
 from rates import bare_rates, told_rates
-from rounds import CONTROL, MIB, alternate, arms_of, header, judge, print_table, spread, write
+from rounds import CONTROL, MIB, MOVED, alternate, arms_of, figures, header, judge, print_table, spread, write
 from trl_offload import ARM as TRL
 from trl_offload import check, importable
 
@@ -60,19 +60,9 @@ def measure(trainee: Any, text: str, args: argparse.Namespace) -> dict[str, Any]
     with in_force(trainee.model, text, args.kernels, options) as applied:
         around = around_of(applied)
         rows = [timed_step(trainee, index, applied if moves else None, args.device, around) for index in range(warm + args.steps)]
-        ledger = applied.ledger.as_dict() if moves else None
+        ledger = ledger_sums(applied) if moves else None
         lead = lead_blocks(trainee, applied, len(rows)) if moves else None
     return {**medians(rows[warm:]), "losses": [loss for row in rows for loss in row["losses"]], "ledger": ledger, "lead_blocks": lead}
-
-
-def moved_figures(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Median and range over rounds of what the engine told; empty for an arm that moves nothing."""
-    found: dict[str, Any] = {}
-    for name in ("moved_mib", "stall_ms", "hidden_share", "out_gb_s", "in_gb_s", "pinned_mib", "late", "lead_blocks", "fallbacks", "fraction"):
-        known = [row[name] for row in rows if row.get(name) is not None]
-        if known:
-            found[name] = spread(known)
-    return found
 
 
 def print_moved(arms: dict[str, Any]) -> None:
@@ -127,9 +117,8 @@ def main() -> None:
     for arm, entry in judged["arms"].items():
         rows = rounds[arm]
         equal = all(mine == theirs for row in rows for mine, theirs in zip(row["losses"], want, strict=False))
-        ledger = rows[-1]["ledger"]
-        entry |= {"offload": moved_figures(rows), "losses": "bit-equal" if equal else "differ"}
-        entry["ledger"] = None if ledger is None else {key: value for key, value in ledger.items() if key != "by_region"}
+        entry |= {"offload": figures(rows, MOVED), "losses": "bit-equal" if equal else "differ"}
+        entry["ledger"] = rows[-1]["ledger"]
     print_table(judged)
     print_moved(judged["arms"])
     rates = {name: spread([each[name] for each in bare]) for name in bare[0]}

@@ -26,9 +26,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from processes import GRACE, Child, environment, kill_all
+from processes import GRACE, Child, environment, kill_all, tune
 from rates import told_rates
-from rounds import CONTROL, MIB, arms_of, spread
+from rounds import CONTROL, MIB, MOVED, arms_of, figures, spread
 from trl_offload import check
 
 from lightning_gdn.bench.ending import terminated_cleanly
@@ -108,12 +108,6 @@ def told(row: Row) -> str:
     return f"{row['ms']:.1f} ms" if row["status"] == "ok" else f"{row['status']}: {row['error']}"
 
 
-def figures(rows: Sequence[Row], names: Sequence[str]) -> dict[str, dict[str, float]]:
-    """Median and range over rounds of what is known."""
-    known = {name: [row[name] for row in rows if row.get(name) is not None] for name in names}
-    return {name: spread(values) for name, values in known.items() if values}
-
-
 def judge_arm(arm: str, pairs: Sequence[tuple[Row, Row]]) -> dict[str, Any]:
     """Figures of one arm from its (control, arm) pairs.
 
@@ -127,8 +121,7 @@ def judge_arm(arm: str, pairs: Sequence[tuple[Row, Row]]) -> dict[str, Any]:
         if name in found:
             found[f"{name[:-4]}_saved_mib"] = spread([base[name] - row[name] for base, row in pairs])
             found[f"{name[:-4]}_saved_pct"] = spread([100 * (1 - row[name] / base[name]) for base, row in pairs])
-    moved = ("moved_mib", "pinned_mib", "out_gb_s", "in_gb_s", "stall_ms", "hidden_share", "late", "fallbacks", "fraction", "lead_blocks")
-    found |= figures(rows, moved)
+    found |= figures(rows, MOVED)
     bare = [row["bare"] for row in rows if row.get("bare")]
     found |= {f"bare_{name}": spread([rates[name] for rates in bare]) for name in (bare[0] if bare else ())}
     for way in ("out_gb_s", "in_gb_s"):
@@ -227,13 +220,7 @@ def main() -> int:
             own = {**spec, "job": "time", "arm": arm, "warm": args.warm, "steps": args.steps, "wait": True}
             return Child(f"{arm}-round{index}", own, folder, environment())
 
-        tuner = Child("tune", {**spec, "job": "tune", "arms": [arm for arm in arms if arm != CONTROL]}, folder, environment())
-        try:
-            tuner.wait(None if math.isinf(args.seconds) else args.seconds)
-        finally:
-            tuner.kill()
-        tuned = tuner.result()
-        print(f"  tuning: {tuned['status']}, {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
+        tuned = tune(spec, [arm for arm in arms if arm != CONTROL], folder, environment(), args.seconds)
         rounds, why = list[dict[str, dict[str, Any]]](), f"tuning: {tuned['status']}: {tuned.get('error')}"
         if tuned["status"] == "ok":
             left = args.seconds - (time.monotonic() - begin)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from fingerprints import Fingerprint, sha256_of, state_of
-from offload_models import allocated, hexes, in_force, optimizer_step, settled, synchronize
+from offload_trainees import allocated, hexes, in_force, optimizer_step, settled, synchronize
 from torch import Tensor, nn
 
 from lightning_gdn.bench.parity_rig import KernelSetting

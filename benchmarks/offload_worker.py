@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from offload_models import Qwen, Stack, around_of, in_force, lead_blocks, medians, optimizer_step, settled, synchronize, timed_step
 from offload_trace import Trace, probe
+from offload_trainees import Qwen, Stack, around_of, in_force, lead_blocks, ledger_sums, medians, optimizer_step, settled, synchronize, timed_step
 from rates import bare_rates
 from rounds import CONTROL
 
@@ -72,8 +72,7 @@ def time_job(trainee: Any, spec: Mapping[str, Any], gate: Gate) -> dict[str, Any
         found = medians(rows)
         found |= {name: max(row[name] for row in rows) for name in ("peak_mib", "reserved_mib", "pinned_mib") if name in rows[0]}
         if moves:
-            ledger = applied.ledger.as_dict()
-            found["ledger"] = {name: value for name, value in ledger.items() if name != "by_region"}
+            found["ledger"] = ledger_sums(applied)
             found["lead_blocks"] = lead_blocks(trainee, applied, len(warm) + len(rows))
     found |= {"steps_ms": [row["ms"] for row in rows], "losses": [loss for row in (*warm, *rows) for loss in row["losses"]]}
     found |= {"warm": len(warm), "settled": done}

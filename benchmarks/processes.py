@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import select
 import subprocess
@@ -19,7 +20,7 @@ WORKER = Path(__file__).resolve().parent / "offload_worker.py"
 GRACE = 90.0
 """Seconds that a process may run past the deadline: it ends by itself after a step, but starting and hashing take a while."""
 
-__all__ = ["Child", "environment", "kill_all", "visible_gpus"]
+__all__ = ["Child", "environment", "kill_all", "tune", "visible_gpus"]
 
 
 def environment(gpu: str | None = None) -> dict[str, str]:
@@ -144,6 +145,18 @@ class Child:
         if not self.rows_path.exists():
             return []
         return [json.loads(line) for line in self.rows_path.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]
+
+
+def tune(spec: Mapping[str, Any], arms: Sequence[str], folder: Path, env: Mapping[str, str], seconds: float) -> dict[str, Any]:
+    """A process that leaves the tuning results of the control and these arms on disk, ended after `seconds` (infinity: never). Its result."""
+    child = Child("tune", {**spec, "job": "tune", "arms": list(arms)}, folder, env)
+    try:
+        child.wait(None if math.isinf(seconds) else seconds)
+    finally:
+        child.kill()
+    result = child.result()
+    print(f"  tuning: {result['status']}, {time.monotonic() - child.started:.0f} s", file=sys.stderr, flush=True)
+    return result
 
 
 def kill_all(children: Sequence[Child]) -> None:

@@ -41,7 +41,7 @@ def verdict(entry: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "arm": entry["arm"],
         "predicted_pct": round(entry["cost_pct"], 3),
-        "bookkeeping_pct": round(entry["bookkeeping_pct"], 3),
+        "bookkeeping_pct": None if entry["bookkeeping_pct"] is None else round(entry["bookkeeping_pct"], 3),
         "measured_pct": measured and {key: round(measured[f"{key}_pct"], 3) for key in ("median", "min", "max")},
         "gap_points": gap and round(gap, 3),
         "cost_met": None if gap is None else abs(gap) <= COST_POINTS,

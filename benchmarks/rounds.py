@@ -27,6 +27,8 @@ from lightning_gdn.bench.rivals import install
 MIB = 2**20
 CONTROL = "none"
 FIGURES = ("ms", "act_mib", "peak_mib")
+MOVED = ("moved_mib", "pinned_mib", "out_gb_s", "in_gb_s", "stall_ms", "hidden_share", "late", "fallbacks", "fraction", "lead_blocks")
+"""Figures of a row of an arm that moves something."""
 
 
 def arms_of(text: str, blocks: int) -> list[str]:
@@ -95,6 +97,12 @@ def in_turns(pair: tuple[str, str], step: Callable[[str], dict[str, Any]], turns
 def spread(values: Sequence[float]) -> dict[str, float]:
     """Median and range."""
     return {"median": round(statistics.median(values), 3), "min": round(min(values), 3), "max": round(max(values), 3)}
+
+
+def figures(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, dict[str, float]]:
+    """Median and range over rounds of what is known."""
+    known = {name: [row[name] for row in rows if row.get(name) is not None] for name in names}
+    return {name: spread(values) for name, values in known.items() if values}
 
 
 def judge(rounds: Mapping[str, Sequence[Mapping[str, Any]]], blocks: int, kernels: str) -> dict[str, Any]:

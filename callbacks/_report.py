@@ -18,7 +18,7 @@ from ._session import Session, rate
 __all__ = ["RunFacts", "build_summary", "inferred_flops", "is_oom", "ledger_of", "print_table", "tokens_in", "write_json"]
 
 SCHEMA = 1
-_OOM_TEXTS = ("out of memory", "can't allocate memory", "not enough memory")
+_OOM_TEXTS = ("out of memory", "can't allocate memory", "cublas_status_alloc_failed", "not enough memory")
 
 
 class RunFacts:

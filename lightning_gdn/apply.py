@@ -24,6 +24,7 @@ from .offload.statistics import StepStatistics
 from .offload_config import MIB, OffloadConfig
 from .plan import Plan
 from .regions import GDN
+from .stayed import why_stayed
 from .takeover import ON_FOREIGN_HOOKS, BlockTakeover, PartTakeover, Session, Takeover
 
 __all__ = ["AppliedPlan", "FreesNothingWarning", "apply_plan", "instrument", "unmoved_labels"]
@@ -177,13 +178,9 @@ def _check_offload(ledger: Ledger, config: OffloadConfig, engines: Engines) -> N
     if config.fraction == 0 or config.max_pinned_gib == 0:
         return
     for name in unmoved_labels(ledger, config):
-        warnings.warn(
-            f"offload label {name!r} moved nothing in the first step ({OFFLOAD_LABELS[name]}); bytes that stayed, by reason: {stayed}. "
-            f"Storages below min_bytes={config.min_bytes} and those of the last {config.resident_last_blocks} block(s) stay by intent; "
-            "what a recompute label replays is not there to be moved",
-            FreesNothingWarning,
-            stacklevel=2,
-        )
+        why = why_stayed(found, config, largest_small=engines.largest_small, when="in the first forward")
+        message = f"offload label {name!r} moved nothing in the first step ({OFFLOAD_LABELS[name]}); {why}"
+        warnings.warn(message, FreesNothingWarning, stacklevel=2)
 
 
 def unmoved_labels(ledger: Ledger, config: OffloadConfig) -> list[str]:

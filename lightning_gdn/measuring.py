@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -128,8 +128,7 @@ def parity_verb(argv: Sequence[str]) -> int:
     folder = new_folder(given.out, loaded)
     record = parity(loaded, arms, folder, options, text=text, progress=lambda line: print(line, file=sys.stderr, flush=True))
     if record["status"] != "ok":
-        print(f"lightning-gdn: parity: {record['status']}: {record['error']}", file=sys.stderr)
-        return exit_code(record)
+        return _ended(record, folder / "parity.json")
     screen = console()
     screen.print(terminal_table(record))
     for line in caption(record):
@@ -137,6 +136,13 @@ def parity_verb(argv: Sequence[str]) -> int:
     (folder / "parity.md").write_text(markdown(record), encoding="utf-8")
     screen.print(f"written to {folder}: parity.json, parity.md, tensors.csv", markup=False, highlight=False)
     return 1 if record["problems"] else 0
+
+
+def _ended(record: Mapping[str, Any], written: Path) -> int:
+    """Say on stderr why there are no figures, what to do and where the record is; returns the exit code."""
+    hint = "; the control is part of it and must fit: a smaller data.seq_len or data.batch_size" if record["status"] == "oom" else ""
+    print(f"lightning-gdn: {written.stem}: {record['status']}: {record['error']}{hint}. Written to {written}", file=sys.stderr)
+    return exit_code(record)
 
 
 def profile_verb(argv: Sequence[str]) -> int:
@@ -170,9 +176,7 @@ def profile_verb(argv: Sequence[str]) -> int:
     options = Options(steps=given.steps, rounds=given.rounds, tensors=given.tensors)
     record = profile(loaded, arms, folder, options, text=text, progress=console().is_terminal)
     if record["status"] != "ok":
-        hint = "; the profile begins with the control, which must fit: a smaller data.seq_len or batch_size" if record["status"] == "oom" else ""
-        print(f"lightning-gdn: profile: {record['status']}: {record['error']}{hint}", file=sys.stderr)
-        return exit_code(record)
+        return _ended(record, folder / "profile.json")
     from .bench.profile_report import arm_table, caption, draw_profile, kernel_table, region_table, tensor_tables, title
 
     screen = console()

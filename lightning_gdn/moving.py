@@ -124,7 +124,9 @@ class Mover:
             storage = tensor.untyped_storage() if type(tensor) is Tensor else None
         except (NotImplementedError, RuntimeError):
             storage = None
-        if storage is None or (not wanted and self.watch is not None and storage.nbytes() < self._min_bytes):
+        # a small one moves nowhere; of an output that a label names it is followed all the same, so that the reason is counted
+        small = storage is not None and storage.nbytes() < self._min_bytes
+        if storage is None or (small and not wanted and self.watch is not None and storage._cdata not in self._outputs):
             if wanted:
                 self._block.skip("ineligible", tensor.numel() * tensor.element_size())
             return tensor.detach(), tensor._version
@@ -279,6 +281,11 @@ class Engines:
             for reason, nbytes in engine.skipped.items():
                 found[reason] = found.get(reason, 0) + nbytes
         return found
+
+    @property
+    def largest_small(self) -> int:
+        """Bytes of the largest storage that stayed for `min_bytes` since the last `step_statistics`; 0 of none."""
+        return max((engine.largest_small for engine in self.by_device.values()), default=0)
 
     def settled(self, fraction: float) -> bool:
         """Whether this is the share of the bytes from here on: it was given, or `auto` has found it."""

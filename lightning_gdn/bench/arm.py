@@ -23,6 +23,7 @@ from torch import nn
 
 from ..apply import AppliedPlan, instrument
 from ..callbacks import MemoryMonitor
+from ..callbacks._report import is_oom
 from ..strategies import GDNRecomputeStrategy
 from .arms import Rival, configured, parse
 from .data import Text, make_loaders, read_text
@@ -271,13 +272,6 @@ def _weights_hash(module: nn.Module) -> str:
     return digest.hexdigest()
 
 
-def _is_oom(error: BaseException) -> bool:
-    text = str(error).lower()
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(
-        sign in text for sign in ("out of memory", "can't allocate memory", "cublas_status_alloc_failed", "not enough memory")
-    )
-
-
 def _last_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[-1] if lines else 'no message'}"
@@ -285,7 +279,7 @@ def _last_line(error: BaseException) -> str:
 
 def failure(error: BaseException) -> tuple[str, str]:
     """Status (`oom` or `failed`) and last line of an error, as a record holds them."""
-    return "oom" if _is_oom(error) else "failed", _last_line(error)
+    return "oom" if is_oom(error) else "failed", _last_line(error)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

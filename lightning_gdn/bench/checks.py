@@ -6,14 +6,14 @@ import math
 import os
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from ..offload_config import field_problem
 from ..regions import GDN, BlockLayout
 from .arms import SWEEP, parse
 from .errors import UserError, nearest, one_line
-from .schema import AT_MOST, CHOICES, FAMILY_FIELDS, POSITIVE, SECTIONS, TOP, Recipe
+from .schema import AT_MOST, CHOICES, FAMILY_FIELDS, POSITIVE, SAVED_FIELDS, SECTIONS, TOP, Recipe
 
 __all__ = ["check_arm", "check_blocks", "check_given", "check_types", "check_values"]
 
@@ -64,42 +64,63 @@ def _check_type(key: str, value: object, wanted: Any) -> None:
         raise UserError(f"{key}: expected {_TYPE_NAMES[wanted]}{' or null' if optional else ''}, got {value!r}{hint}")
 
 
-def check_given(given: Mapping[str, Any], model: Mapping[str, Any], source: str) -> None:
-    """Whether the family of the model has every field that was given.
+def check_given(in_file: Collection[str], overriding: Collection[str], model: Mapping[str, Any], source: str) -> None:
+    """Whether every field that was given has a meaning for the model: that of the family, or the one saved in `path`.
 
     Args:
-        given: field of `model` that somebody gave -> `source` if its file did, else the command line.
+        in_file: fields of `model` that the file gives.
+        overriding: those that the command line gives.
         model: the whole section, types checked.
         source: name of the recipe's file.
 
     Raises:
-        UserError: a field that `FAMILY_FIELDS` has for other families only. Not of a saved model, whose sizes are its own.
+        UserError: a field that `FAMILY_FIELDS` has for other families only; or, with `path`, one that is not in `SAVED_FIELDS` and that the same
+            hand wrote. A file of random weights may be given a `path` on the command line: its model is then replaced as a whole.
     """
-    family = model["family"]
+    family, path = model["family"], model["path"]
     if family not in FAMILY_FIELDS:
         return  # `check_values` says it
-    if model["path"] is not None:
+    if path is not None:
         if "path" not in FAMILY_FIELDS[family]:
+            raise UserError(f"model.path: {family} has random weights only, got {path!r}; leave out model.path, or take another model.family")
+        beside = in_file if "path" in in_file else ()
+        fixed = [name for name in dict.fromkeys([*beside, *overriding]) if name not in SAVED_FIELDS]
+        if fixed:
             raise UserError(
-                f"model.path: {family} has random weights only, got {model['path']!r}; leave out model.path, or take another model.family"
+                f"{_named(fixed)}: the model saved in model.path={path!r} has its own, got {_values(fixed, model)}; {_away(fixed, beside, source)}, "
+                f"or leave out model.path for random weights. Fields beside model.path: {_fields(SAVED_FIELDS - {'path'})}"
             )
         return
-    foreign = [name for name in given if name not in FAMILY_FIELDS[family] and name != "path"]
+    foreign = [name for name in dict.fromkeys([*in_file, *overriding]) if name not in FAMILY_FIELDS[family] and name != "path"]
     if not foreign:
         return
     having = [other for other, fields in FAMILY_FIELDS.items() if fields.issuperset(foreign)]
     others = " or ".join(f"model.family={other}" for other in having)
-    of_file = sum(given[name] == source for name in foreign)
-    them = "them" if len(foreign) > 1 else "it"
-    away = (
-        f"leave {them} out" if not of_file else f"take {them} out of {source}" if of_file == len(foreign) else f"leave {them} out, also of {source}"
-    )
     raise UserError(
-        f"{', '.join(f'model.{name}' for name in foreign)}: {family} has no such field{'s' if len(foreign) > 1 else ''}, "
-        f"got {', '.join(repr(model[name]) for name in foreign)}; {away}"
+        f"{_named(foreign)}: {family} has no such field{'s' if len(foreign) > 1 else ''}, "
+        f"got {_values(foreign, model)}; {_away(foreign, in_file, source)}"
         f"{f', or write {others}' if having else ''}. "
-        f"Fields of {family}: {', '.join(name for name in SECTIONS['model'] if name in FAMILY_FIELDS[family])}"
+        f"Fields of {family}: {_fields(FAMILY_FIELDS[family])}"
     )
+
+
+def _named(names: Sequence[str]) -> str:
+    return ", ".join(f"model.{name}" for name in names)
+
+
+def _values(names: Sequence[str], model: Mapping[str, Any]) -> str:
+    return ", ".join(repr(model[name]) for name in names)
+
+
+def _fields(names: Collection[str]) -> str:
+    return ", ".join(name for name in SECTIONS["model"] if name in names)
+
+
+def _away(names: Sequence[str], in_file: Collection[str], source: str) -> str:
+    """Where to take these fields out: of the file, the command line, or both."""
+    of_file = sum(name in in_file for name in names)
+    them = "them" if len(names) > 1 else "it"
+    return f"leave {them} out" if not of_file else f"take {them} out of {source}" if of_file == len(names) else f"leave {them} out, also of {source}"
 
 
 def check_values(recipe: Recipe) -> None:

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
+from ..offload_config import OffloadConfig
+from ..stayed import why_stayed
 from .pareto import analyse
 from .records import SCHEMA, check_alike, losses_of, not_finite
 
@@ -61,7 +63,7 @@ def judge(records: Sequence[Mapping[str, Any]], *, name: str, arms: Sequence[str
     pareto = analyse(entries, control=CONTROL, kernels=recipe["plan"]["kernels"] if recipe else None)
     for entry, point in zip(entries, pareto["points"], strict=True):
         entry |= {"saving_pct": point["saving_pct"], "line_ratio": point["ratio"], "dominated_by": point["dominated_by"]}
-    notes = [line for entry in entries if (line := _unmoved(entry))]
+    notes = [line for entry in entries if (line := _unmoved(entry, recipe))]
     for entry in entries:
         if entry["offload"] and entry["offload"]["asked"] == "auto" and not entry["offload"]["settled"]:
             notes.append(f"{entry['arm']}: the share had not settled when the run ended; more steps (trainer.max_steps) let it")
@@ -180,14 +182,22 @@ def _retained_of(records: Sequence[Mapping[str, Any]]) -> str | None:
     return "first forward" if "first forward" in told else "last step" if told else None
 
 
-def _unmoved(entry: Mapping[str, Any]) -> str | None:
+def _unmoved(entry: Mapping[str, Any], recipe: Mapping[str, Any] | None) -> str | None:
     """That nothing moved, and why: equal losses are then no proof of anything."""
     moved = entry["offload"]
     if not moved or moved["out_mib"] or entry["status"] != "ok":
         return None
-    stayed = ", ".join(f"{reason} {mib:.3g} MiB" for reason, mib in moved["stayed_mib"].items() if mib) or "nothing was there to move"
-    share = f" at the share of {moved['share']['median']:g} that auto settled on" if moved["asked"] == "auto" and moved["share"] else ""
-    return f"{entry['arm']}: moved nothing to the host in its steady steps{share}; stayed per step: {stayed}"
+    why = why_stayed({reason: mib * 2**20 for reason, mib in moved["stayed_mib"].items()}, _offload_config(recipe, moved["asked"]))
+    settled = f" at the share of {moved['share']['median']:g} that auto settled on" if moved["asked"] == "auto" and moved["share"] else ""
+    return f"{entry['arm']}: moved nothing to the host in its steady steps{settled}; {why}"
+
+
+def _offload_config(recipe: Mapping[str, Any] | None, share: float | str | None) -> OffloadConfig | None:
+    """How an arm of this share was to move; None where the recipe, as saved, does not say it: of `${oc.env:...}` it has the name."""
+    section = (recipe or {}).get("offload")
+    if section is None or share is None or any(isinstance(value, str) for value in section.values()):
+        return None
+    return OffloadConfig(labels=(), fraction=share, **section)
 
 
 def _losses(arm: str, pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> dict[str, Any]:

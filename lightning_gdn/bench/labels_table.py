@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..labels import LABELS, OFFLOAD_LABELS
 from ..regions import GDN, Mode, Moves
+from ..stayed import meaning
 from .arms import RIVALS, Rival, configured, parse
 from .checks import check_blocks
 from .data import BYTES
@@ -263,11 +264,7 @@ def predict(loaded: Loaded, arms: Sequence[str]) -> Prediction:
             conditions[arm] = ", ".join([*([conditions[arm]] if arm in conditions else []), "without the cap"])
             remarks.append(f"{arm}: as if offload.max_pinned_gib did not bound it; {moved / 2**30:.2f} GiB would move")
         if offload is not None:
-            stayed = counter.stayed
-            if not moved and not stayed and offload.min_bytes:  # small outputs are not even offered: see what there is
-                anything = counter.count(list(counted), length, replace(offload, min_bytes=0))
-                stayed = {"min_bytes": sum(nbytes for _, nbytes in anything.values())}
-            reason = _stays(plan, stayed, moved)
+            reason = _stays(plan, counter.stayed, moved)
             if reason is not None:
                 stays[arm] = reason
                 if arm in arms:
@@ -288,7 +285,7 @@ def predict(loaded: Loaded, arms: Sequence[str]) -> Prediction:
 def _stays(plan: Plan, stayed: Mapping[str, int], moved: int) -> str | None:
     """Why nothing of what the plan's offload labels name moves, or that a part of it is too small to; None if no more than is `held` stays."""
     assert plan.offload is not None
-    small = f"bytes below offload.min_bytes={plan.offload.min_bytes}"
+    small = f"bytes {meaning('min_bytes', plan.offload)}"
     if moved:
         return f"a part of it stays: {small}" if stayed.get("min_bytes") else None
     found = ", ".join(small if reason == "min_bytes" else reason for reason, nbytes in stayed.items() if nbytes)

@@ -26,6 +26,7 @@ from ..callbacks._warmup import AutotuneWatch
 from ..inspection import inspect_model
 from ..labels import LABELS, parse_arm
 from ..regions import BlockLayout
+from ..stayed import why_stayed
 from .arm import check_device, failure
 from .arms import Rival, configured, parse
 from .compare import child_environment
@@ -165,12 +166,13 @@ class ParityCheck:
         self.controls: list[dict[str, Gap]] = []
         self.notes: list[str] = []
         self.kernel_names: dict[str, str] = {}
+        self.at = CONTROL
+        """The arm whose runs these are."""
         self._watch = AutotuneWatch()
 
     def control(self, repeats: int) -> None:
         """The reference, and as many repeats; `NOISY_RUNS` if any differs."""
-        with self.open_arm(self.rig.model, CONTROL, self.kernels):
-            self._warm(CONTROL)
+        with self._control_open():
             self.rig.keep(self.rig.run())
             self.controls += [self.rig.gaps(self.rig.run()) for _ in range(repeats - 1)]
         if not repeats_exactly(self.controls):
@@ -180,9 +182,15 @@ class ParityCheck:
         """Repeat the control until there are `least` repeats."""
         missing = least - len(self.controls)
         if missing > 0:
-            with self.open_arm(self.rig.model, CONTROL, self.kernels):
-                self._warm(CONTROL)
+            with self._control_open():
                 self.controls += [self.rig.gaps(self.rig.run()) for _ in range(missing)]
+
+    @contextmanager
+    def _control_open(self) -> Iterator[None]:
+        self.at = CONTROL
+        with self.open_arm(self.rig.model, CONTROL, self.kernels):
+            self._warm(CONTROL)
+            yield
 
     def close(self) -> None:
         """The control once more after all arms: what drifted meanwhile is no fault of an arm."""
@@ -192,27 +200,35 @@ class ParityCheck:
             self.notes.append(f"{CONTROL}: repeated bit for bit {runs} times, and not in its last run, after the arms")
 
     def arm(self, name: str) -> ArmRuns:
-        """Run an arm once; if it is outside, and that could be chance, the control more often and the arm again."""
+        """Run an arm once; if it is outside, and that could be chance, the control more often and the arm again.
+
+        Raises:
+            Exception: whatever failed the control. What fails the arm itself ends in its `status`.
+        """
         arm = ArmRuns(name)
+        self._attempt(arm, 1)
+        if arm.status == "ok" and self._outside(arm) and (self.rig.device.type != "cpu" or not repeats_exactly(self.controls)):
+            self.more_control()
+            if self._outside(arm):
+                self._attempt(arm, ARM_RUNS - 1)
+        return arm
+
+    def _attempt(self, arm: ArmRuns, count: int) -> None:
         try:
-            self._runs(arm, 1)
-            if self._outside(arm) and (self.rig.device.type != "cpu" or not repeats_exactly(self.controls)):
-                self.more_control()
-                if self._outside(arm):
-                    self._runs(arm, ARM_RUNS - 1)
+            self._runs(arm, count)
         except Exception as error:  # noqa: BLE001  an arm that fails is a row of the table, whatever failed it
             arm.status, arm.error = failure(error)
             traceback.print_exc()
         if arm.status != "ok":
             gc.collect()
             self.rig.release()
-        return arm
 
     def _outside(self, arm: ArmRuns) -> bool:
         rows = judge_arm(arm.runs, noise_of(self.controls))
         return bool(rows) and rows[0].outside
 
     def _runs(self, arm: ArmRuns, count: int) -> None:
+        self.at = arm.name
         with planted(self.rig.model, self.plant) as served, self.open_arm(self.rig.model, arm.name, self.kernels) as applied:
             self._warm(arm.name)
             _moved(applied)  # in the warm-up: left out
@@ -246,11 +262,13 @@ def _moved(applied: Any, steps: int = 1) -> Moved | None:
         return None
     found = applied.step_statistics()
     stayed = {reason: nbytes // steps for reason, nbytes in found.stayed.items()} if found is not None else {}
+    largest = found.largest_small if found is not None else 0
     return Moved(
         nbytes=found.bytes_out // steps if found is not None else 0,
         share=config.fraction,
         stayed=stayed,
         unmoved=tuple(unmoved_labels(applied.ledger, config)),
+        why=why_stayed(stayed, config, largest_small=largest),
     )
 
 
@@ -281,11 +299,12 @@ def parity(
         progress: called with one line before every arm.
 
     Returns:
-        The record, as parity.json holds it. `status` is `ok`, or `failed` if SIGTERM came; then `error` says during which arm, and the
-        figures are missing. `problems` is empty if every arm is inside and every arm with offload labels moved something.
+        The record, as parity.json holds it. `status` is `ok`; or `oom` or `failed` if the control failed, `failed` if SIGTERM came: then
+        `error` says during which arm, and the figures are missing. `problems` is empty if every arm is inside and every arm with offload
+        labels moved something.
 
     Raises:
-        UserError: as `check`.
+        UserError: as `check`, or the model cannot be built.
     """
     plant = check(loaded, arms, options, model_layouts(loaded.recipe))
     device = check_device(loaded.recipe)
@@ -305,29 +324,23 @@ def parity(
         "text": text.as_dict(),
         "options": {**_shape(options), "repeats": options.repeats, "plant": str(plant) if plant else None},
     }
-    at = CONTROL
-
-    def entered(arm: str, line: str) -> None:
-        nonlocal at
-        at = arm
-        progress(line)
-
+    run = None
     try:
         with terminated_cleanly(), ExitStack() as stack:
             place = torch.device("cuda", 0) if device == "gpu" else torch.device("cpu")
             setting = stack.enter_context(kernel_setting(deterministic=options.deterministic, cuda=device == "gpu"))
             stack.enter_context(_threads(trainer.num_threads))
             stack.enter_context(torch.random.fork_rng(devices=[0] if device == "gpu" else []))
-            entered(CONTROL, f"{CONTROL}: building the model, tuning kernels")
+            progress(f"{CONTROL}: building the model, tuning kernels")
             rig = Rig(recipe, place, text, **_shape(options))
             run = ParityCheck(rig, recipe.plan.kernels, setting, open_arm or _opener(recipe), plant)
             run.control(options.repeats)
             found = []
             others = [arm for arm in arms if arm != CONTROL]
             for number, name in enumerate(others):
-                entered(name, f"[{number + 1}/{len(others)}] {name}")
+                run.at = name
+                progress(f"[{number + 1}/{len(others)}] {name}")
                 found.append(run.arm(name))
-            at = CONTROL
             run.close()
             noise = noise_of(run.controls)
             for arm in found:
@@ -345,7 +358,13 @@ def parity(
             }
             write_csv(folder / "tensors.csv", noise, found)
     except TerminatedError as stop:
-        record["status"], record["error"] = "failed", f"{stop} during {at}"
+        record["error"] = f"{stop} during {run.at if run else CONTROL}"
+    except UserError:
+        raise
+    except Exception as error:  # noqa: BLE001  without its control nothing is compared, but what failed is a record too
+        record["status"], line = failure(error)
+        record["error"] = f"{line} during {run.at if run else CONTROL}"
+        traceback.print_exc()
     write_json(folder / "parity.json", record)
     return record
 

@@ -14,7 +14,7 @@ from .judge import CONTROL
 from .parity_judge import EQUAL, LOSSES, WEIGHT, Gap, Row
 from .plant import Plant
 
-__all__ = ["ArmRuns", "Moved", "describe", "size", "write_csv"]
+__all__ = ["ArmRuns", "Moved", "describe", "write_csv"]
 
 DETAIL_ROWS = 140
 """Rows of tensors in parity.json, over all arms, so that it stays under 50 KB; tensors.csv has all of them."""
@@ -35,34 +35,13 @@ class Moved:
     """Bytes per step that its labels named and that stayed on the device, by reason."""
     unmoved: tuple[str, ...]
     """Labels of which nothing moved."""
+    why: str
+    """Why bytes stayed, and what to do about it."""
 
     @property
     def unexercised(self) -> bool:
         """It was to move something and moved nothing: then its equality is no proof that moving is right."""
         return self.nbytes == 0 and self.share > 0
-
-    def why(self) -> str:
-        """Why nothing moved, and what to do about it."""
-        found = ", ".join(f"{reason} {size(nbytes)}" for reason, nbytes in self.stayed.items() if nbytes)
-        if not found:
-            return "its labels name nothing that this plan keeps: what a recompute label replays is not there to be moved; leave that label out"
-        overrides = " ".join(override for reason, override in _OVERRIDES.items() if self.stayed.get(reason))
-        remedies = " and ".join(filter(None, [overrides, "a larger share after @" if self.stayed.get("budget") else ""]))
-        larger = ", or compare with larger sizes" if self.stayed.get("min_bytes") else ""
-        return f"stayed per step: {found}" + (f"; write {remedies}{larger}" if remedies else "")
-
-
-_OVERRIDES = {
-    "min_bytes": "offload.min_bytes=0",
-    "resident": "offload.resident_last_blocks=0",
-    "pool full": "offload.max_pinned_gib=null",
-}
-"""Reason to stay -> what to write on the command line. The share of the bytes, in the arm, is none of these."""
-
-
-def size(nbytes: int) -> str:
-    """Bytes for people; never a rounded zero."""
-    return f"{nbytes / 2**20:,.1f} MiB" if nbytes >= 2**20 else f"{nbytes / 2**10:,.1f} KiB" if nbytes >= 2**10 else f"{nbytes} B"
 
 
 @dataclass
@@ -123,11 +102,11 @@ def describe(
             problems.append(f"{arm.name}: {entry['outside']} tensors are outside; {where}")
         if arm.status == "ok" and arm.moved is not None:
             if arm.moved.unexercised:
-                problems.append(f"{arm.name}: moved nothing to the host, so that it proves nothing about moving; {arm.moved.why()}")
+                problems.append(f"{arm.name}: moved nothing to the host, so that it proves nothing about moving; {arm.moved.why}")
             elif arm.moved.nbytes == 0:
                 notes.append(f"{arm.name}: moves nothing by its share of 0, as the control")
             elif arm.moved.unmoved:
-                notes.append(f"{arm.name}: nothing of {', '.join(arm.moved.unmoved)} moved, of which it proves nothing; {arm.moved.why()}")
+                notes.append(f"{arm.name}: nothing of {', '.join(arm.moved.unmoved)} moved, of which it proves nothing; {arm.moved.why}")
         unsettled = sum(row.differing_runs < len(arm.runs) and noise.get(row.name, EQUAL).equal for row in arm.rows)
         if unsettled:
             notes.append(f"{arm.name}: {unsettled} tensors differed in some of its runs, in none of the control's")

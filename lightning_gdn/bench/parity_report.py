@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.table import Table
 
+from ..stayed import size
 from .arms import is_rival
-from .parity_record import size
 
 __all__ = ["caption", "cells", "markdown", "terminal_table"]
 

@@ -39,6 +39,8 @@ from .schema import Recipe
 
 __all__ = ["Options", "default_arms", "describe", "profile", "refuse"]
 
+BOOKS_STEPS = 3
+"""Fewest steps on each side of a difference that is believed: by chance alone all of three are above all of three once in twenty times."""
 BUSY = 0.9
 """A GPU that is busy for less of the step waits for the host: then times between marks hold waits as well."""
 
@@ -248,7 +250,7 @@ def _arm(arm: str, found: Measured, micro_batches: int, step_ms: float, retained
     for (_, region), ms in found.replays[arm].items():
         replay_ms[region] = replay_ms.get(region, 0.0) + ms
     cost = sum(replay_ms.values()) * micro_batches
-    books = _books(found, found.recomputed[arm], sum(replays.values())) * micro_batches
+    books = _books(found, found.recomputed[arm], sum(replays.values()))
     kept = _retained(rows)
     # within rounds the control ran in the same state of the machine
     own, base = (found.rounds[arm][-1], found.rounds[CONTROL][-1]) if arm in found.rounds else (found.phases.get(arm), found.control)
@@ -262,8 +264,8 @@ def _arm(arm: str, found: Measured, micro_batches: int, step_ms: float, retained
         "replay_ms": replay_ms,
         "cost_ms": cost,
         "cost_pct": 100 * cost / step_ms,
-        "bookkeeping_ms": books,
-        "bookkeeping_pct": 100 * books / step_ms,
+        "bookkeeping_ms": None if books is None else books * micro_batches,
+        "bookkeeping_pct": None if books is None else 100 * books * micro_batches / step_ms,
         "measured": _overhead(found, arm),
         **peak,
         "peak_delta_bytes": _less(peak["peak_bytes"], _peak(base)["peak_bytes"]),
@@ -276,17 +278,31 @@ def _less(one: int | None, other: int | None) -> int | None:
     return None if one is None or other is None else one - other
 
 
-def _books(found: Measured, recomputed: Collection[Key], replays: int) -> float:
+def _books(found: Measured, recomputed: Collection[Key], replays: int) -> float | None:
     """Milliseconds per micro-batch that the tape itself costs where the device waits for the host, from the plan that recomputes everything.
 
     Forward: how much longer a region takes when it is recorded for a replay. Backward: what is longer beyond the replays, in equal parts
     for each of them. About nothing where the device is busy all the time.
+
+    It is a small difference of large numbers: None unless each of at least `BOOKS_STEPS` steps took longer than each without the plan.
     """
-    times = found.times
-    recording = sum(times["forward_full"].get(key, 0.0) - times["forward"].get(key, 0.0) for key in recomputed)
-    beyond = sum(times["backward_full"].values()) - sum(times["backward"].values()) - sum(times["replay"].values())
-    all_replays = sum(row.replays for row in found.full)
-    return recording + (beyond / all_replays * replays if all_replays else 0.0)
+    if not recomputed and not replays:
+        return 0.0
+    samples, all_replays = found.samples, sum(row.replays for row in found.full)
+    part = replays / all_replays if all_replays else 0.0
+
+    def in_step(step: int, kind: str, regions: Collection[Key]) -> float:
+        return sum(samples[kind][key][step] for key in regions if key in samples[kind])
+
+    def times(forward: str, backward: str, replay: str | None) -> list[float]:
+        steps = range(min(len(values) for values in samples[backward].values()))
+        own = [in_step(step, replay, samples[replay]) if replay else 0.0 for step in steps]
+        return [in_step(step, forward, recomputed) + part * (in_step(step, backward, samples[backward]) - own[step]) for step in steps]
+
+    under_plan, without = times("forward_full", "backward_full", "replay"), times("forward", "backward", None)
+    if min(len(under_plan), len(without)) < BOOKS_STEPS or min(under_plan) <= max(without):
+        return None
+    return statistics.median(under_plan) - statistics.median(without)
 
 
 def _overhead(found: Measured, arm: str) -> dict[str, Any] | None:

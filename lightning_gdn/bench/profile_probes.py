@@ -19,14 +19,21 @@ from ..moving import Moved
 from ..replay import Region
 from .profile_phases import Clock, Moment, first_tensor
 
-__all__ = ["OUTSIDE", "RANGE", "Ranges", "RegionTimes", "ReplayMemory", "SilentProbe"]
+__all__ = ["OUTSIDE", "RANGE", "Key", "Ranges", "RegionTimes", "ReplayMemory", "Samples", "SilentProbe", "medians"]
 
 Key = tuple[str, str]
 """(block, region)."""
+Samples = dict[Key, list[float]]
+"""Milliseconds by (block, region), one number per step."""
 OUTSIDE: Key = ("", "outside")
 """Embedding, final norm, output projection and loss."""
 RANGE = "lightning_gdn."
 """Prefix of the names of ranges in a trace."""
+
+
+def medians(samples: Samples) -> dict[Key, float]:
+    """The middle of each region's steps."""
+    return {key: statistics.median(values) for key, values in samples.items()}
 
 
 class SilentProbe:
@@ -124,13 +131,13 @@ class RegionTimes:
         """A hook for a graph node: the backward enters this region."""
         return lambda gradients: self._now.backward.append((key, self._clock.mark()))
 
-    def read(self, micro_batches: int) -> dict[str, dict[Key, float]]:
-        """`forward`, `backward` and `replay`: milliseconds per micro-batch by (block, region), medians over the steps.
+    def read(self, micro_batches: int) -> dict[str, Samples]:
+        """`forward`, `backward` and `replay`: milliseconds per micro-batch by (block, region), of every step.
 
         `OUTSIDE` holds what no region's forward or backward covers.
         """
         self._clock.settle()
-        found: dict[str, dict[Key, list[float]]] = {"forward": {}, "backward": {}, "replay": {}}
+        found: dict[str, Samples] = {"forward": {}, "backward": {}, "replay": {}}
         for number, marks in enumerate(self._steps):
 
             def add(kind: str, key: Key, ms: float, number: int = number) -> None:
@@ -150,7 +157,7 @@ class RegionTimes:
                     add("backward", entered, self._clock.ms(start, end))
         self._clock.reuse()
         self._steps.clear()
-        return {kind: {key: statistics.median(values) for key, values in rows.items()} for kind, rows in found.items()}
+        return found
 
     def ran(self, key: Key, start: Any) -> None:
         """A region's forward ends here."""

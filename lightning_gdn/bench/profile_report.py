@@ -126,7 +126,14 @@ def caption(record: Mapping[str, Any]) -> list[str]:
     ]
     if abs(control["by_region_delta_ms"]) >= BOOKS_PCT / 100 * step["median"]:
         lines.append(f"run region by region, nothing recomputed, a step takes {control['by_region_delta_ms']:+.1f} ms: in every arm, in no replay")
-    books = [entry for entry in record["arms"] if entry["bookkeeping_pct"] >= BOOKS_PCT]
+    unknown = [entry["arm"] for entry in record["arms"] if entry["bookkeeping_pct"] is None]
+    if unknown:
+        whom = "every arm" if len(unknown) == len(record["arms"]) else ", ".join(unknown)
+        lines.append(
+            f"beside replays, what recording regions and finding their tensors cost is n/a for {whom}: below how much steps differ from each "
+            "other, or fewer than three --steps"
+        )
+    books = [entry for entry in record["arms"] if (entry["bookkeeping_pct"] or 0.0) >= BOOKS_PCT]
     if books:
         told = ", ".join(f"{entry['arm']} {entry['bookkeeping_ms']:.1f} ms ({entry['bookkeeping_pct']:+.1f} %)" for entry in books)
         lines.append(f"beside replays, recording regions and finding their tensors cost about: {told}")

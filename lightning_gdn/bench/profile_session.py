@@ -26,7 +26,7 @@ from ..regions import Mode
 from .judge import CONTROL
 from .profile_kernels import KernelReport, read_trace, traced
 from .profile_phases import Moment, Observer, Phases, clock_for, quiet
-from .profile_probes import Key, Ranges, RegionTimes, ReplayMemory
+from .profile_probes import Key, Ranges, RegionTimes, ReplayMemory, Samples, medians
 from .profile_tensors import TensorProfile
 from .schema import Recipe
 
@@ -60,9 +60,9 @@ class Measured:
     """What the untouched blocks retain."""
     kernels: dict[str, str] = field(default_factory=dict)
     """Region -> kernel by the adapter's word."""
-    times: dict[str, dict[Key, float]] = field(default_factory=dict)
+    samples: dict[str, Samples] = field(default_factory=dict)
     """`forward`, `backward` (every region kept), `replay`, `forward_full`, `backward_full` (every region recomputed): ms per micro-batch by
-    (block, region)."""
+    (block, region), of every step."""
     trace: KernelReport | None = None
     tensors: list[dict[str, Any]] = field(default_factory=list)
     full: list[LedgerRow] = field(default_factory=list)
@@ -84,6 +84,11 @@ class Measured:
     warm_up_steps: int = 0
     remarks: list[str] = field(default_factory=list)
     done: bool = False
+
+    @property
+    def times(self) -> dict[str, dict[Key, float]]:
+        """Medians of `samples`."""
+        return {kind: medians(samples) for kind, samples in self.samples.items()}
 
 
 @final
@@ -155,7 +160,7 @@ class ProfileSession(L.Callback):
             found.kept, found.kernels = ledger.rows(), dict(ledger.kernels)
             with times.watching(blocks[0].module):
                 ledger.watch(times.probe)
-                found.times |= yield from self._timed(times)
+                found.samples |= yield from self._timed(times)
             if options.tensors:
                 collector = TensorProfile(blocks)
                 with collector.watching():
@@ -172,7 +177,7 @@ class ProfileSession(L.Callback):
             found.full = applied.ledger.rows()
             applied.ledger.watch(times.probe)
             recomputed = yield from self._timed(times)
-            found.times |= {"replay": recomputed["replay"], "forward_full": recomputed["forward"], "backward_full": recomputed["backward"]}
+            found.samples |= {"replay": recomputed["replay"], "forward_full": recomputed["forward"], "backward_full": recomputed["backward"]}
             if counts:
                 memory = ReplayMemory(self._counters)
                 applied.ledger.watch(memory.probe)
@@ -189,7 +194,7 @@ class ProfileSession(L.Callback):
                     found.ledgers[arm] = applied.ledger.rows()
                     # Not from the steps of `full`: how fast a projection runs depends on what the GPU does beside it.
                     applied.ledger.watch(times.probe)
-                    found.replays[arm] = (yield from self._timed(times))["replay"]
+                    found.replays[arm] = medians((yield from self._timed(times))["replay"])
                     applied.ledger.watch(None)
                     if counts:
                         found.phases[arm] = yield from self._undisturbed(1)
@@ -217,7 +222,7 @@ class ProfileSession(L.Callback):
                 yield phases
         return {**phases.read(), "peaks": phases.peaks, "requested_after_forward": phases.requested_after_forward}
 
-    def _timed(self, times: RegionTimes) -> Generator[Observer, None, dict[str, dict[Key, float]]]:
+    def _timed(self, times: RegionTimes) -> Generator[Observer, None, dict[str, Samples]]:
         yield times
         times.forget()  # the first step makes the events, and is the first without the ledger
         for _ in range(self._options.steps):

@@ -20,7 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from .checks import check_given, check_types, check_values
 from .errors import UserError, nearest, one_line
-from .schema import FAMILY_FIELDS, SECTIONS, TOP, Recipe
+from .schema import FAMILY_FIELDS, SAVED_FIELDS, SECTIONS, TOP, Recipe
 
 __all__ = ["Loaded", "load", "shipped", "to_yaml", "write_yaml"]
 
@@ -55,7 +55,8 @@ def load(name: str, overrides: Sequence[str] = ()) -> Loaded:
 
     Raises:
         UserError: no such recipe, a parse error (with line and column), an unknown key (with section and nearest key), a wrong type,
-            a value out of range or outside its closed list, a field that the model's family does not have, an arm that does not exist.
+            a value out of range or outside its closed list, a field that the model's family or the saved model does not have, an arm that does
+            not exist.
     """
     path = _find(name)
     written, overriding = _parse(path), _overrides(overrides)
@@ -64,15 +65,17 @@ def load(name: str, overrides: Sequence[str] = ()) -> Loaded:
     raw = OmegaConf.to_container(config, resolve=False)
     assert isinstance(raw, dict)
     _check_keys(raw, path)
-    defaults = OmegaConf.to_container(OmegaConf.structured(Recipe))
-    assert isinstance(defaults, dict)
+    defaults: Any = OmegaConf.to_container(OmegaConf.structured(Recipe))
     for section, values in raw.items():
         if section in SECTIONS and values is None:
             raw[section] = {}
-    merged = OmegaConf.to_container(OmegaConf.merge(OmegaConf.create(defaults), OmegaConf.create(raw)), resolve=False)
+    merged: Any = OmegaConf.to_container(OmegaConf.merge(OmegaConf.create(defaults), OmegaConf.create(raw)), resolve=False)
     plain = _resolve(merged, path)
     check_types(plain)
-    check_given({key: path.name if key in _model_keys(written) else "" for key in raw.get("model") or {}}, plain["model"], path.name)
+    check_given(_model_keys(written), _model_keys(overriding), plain["model"], path.name)
+    if plain["model"]["path"] is not None:  # whose sizes are its own: those of a recipe for random weights are no part of this run
+        merged["model"] |= {key: value for key, value in defaults["model"].items() if key not in SAVED_FIELDS}
+        plain = _resolve(merged, path)
     try:
         recipe = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Recipe), OmegaConf.create(plain)))
     except OmegaConfBaseException as error:
@@ -80,14 +83,15 @@ def load(name: str, overrides: Sequence[str] = ()) -> Loaded:
     assert isinstance(recipe, Recipe)
     check_values(recipe)
     saved = _saved(merged, path)
-    if recipe.model.path is None:  # so that it can be read again: defaults of what the family does not have are no part of it
-        saved["model"] = {key: value for key, value in saved["model"].items() if key in FAMILY_FIELDS[recipe.model.family]}
+    fields = FAMILY_FIELDS[recipe.model.family] if recipe.model.path is None else SAVED_FIELDS
+    saved["model"] = {key: value for key, value in saved["model"].items() if key in fields}  # so that it can be read again
     return Loaded(name=path.stem, source=path, recipe=recipe, saved=saved)
 
 
-def _model_keys(config: DictConfig) -> set[str]:
+def _model_keys(config: DictConfig) -> list[str]:
+    """Fields of the model that are given here; a `path` of null is none."""
     section = OmegaConf.to_container(config, resolve=False).get("model")  # type: ignore[union-attr]
-    return {str(key) for key in section} if isinstance(section, dict) else set()
+    return [str(key) for key, value in section.items() if key != "path" or value is not None] if isinstance(section, dict) else []
 
 
 def write_yaml(saved: Mapping[str, Any], path: Path, header: str) -> None:

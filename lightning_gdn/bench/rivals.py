@@ -134,8 +134,7 @@ class _OnCpuBlock(Takeover):
         module = self.module
         if not torch.is_grad_enabled():
             return self.untouched(module, *args, **kwargs)
-        on_gpu = next(module.parameters()).device.type == "cuda"
-        with OnCpuTape(self._regions, self._kernels, pin_memory=on_gpu) as tape:
+        with OnCpuTape(self._regions, self._kernels, pin_memory=_on_gpu(module)) as tape:
             return self._run(module, tape, *args, **kwargs)
 
 
@@ -144,9 +143,12 @@ class _OnCpu(Takeover):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self.module
-        on_gpu = next(module.parameters()).device.type == "cuda"
-        with save_on_cpu(pin_memory=on_gpu) if torch.is_grad_enabled() else nullcontext():
+        with save_on_cpu(pin_memory=_on_gpu(module)) if torch.is_grad_enabled() else nullcontext():
             return self.untouched(module, *args, **kwargs)
+
+
+def _on_gpu(module: nn.Module) -> bool:
+    return next(module.parameters()).device.type == "cuda"
 
 
 def _attention_ops() -> frozenset[Any]:
@@ -189,8 +191,9 @@ class Installed:
         if rival.names:
             found = Counter("-".join(group) for groups in self._groups for group in groups)
             where = ", ".join(f"{name} in {number}" for name, number in found.items())
-            what = f"torch.utils.checkpoint over {where}"
-            if not rival.checkpoints_regions:
+            if rival.checkpoints_regions:
+                what = f"torch.utils.checkpoint over {where}"
+            else:
                 what = f"save_on_cpu(pin_memory=True) around {found.total()} regions in {sum(map(bool, self._groups))} of them: {where}"
         elif rival.whole_blocks:
             what = f"torch.utils.checkpoint around {rival.num_blocks or blocks} whole blocks"

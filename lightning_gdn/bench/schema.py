@@ -16,6 +16,7 @@ __all__ = [
     "CHOICES",
     "FAMILY_FIELDS",
     "POSITIVE",
+    "SAVED_FIELDS",
     "CompareConfig",
     "DataConfig",
     "ModelConfig",
@@ -36,7 +37,8 @@ class ModelConfig:
     """What is built when `path` is not given: `qwen3_5` (dense hybrid), `qwen3_next` (hybrid with mixture of experts), or `gdn_stack`
     (Gated DeltaNet layers only, no MLP, no attention). A field that the family does not have (`FAMILY_FIELDS`) is an error."""
     path: str | None = None
-    """Local folder written by `save_pretrained`; then the sizes below are ignored, the folder's own are used. Nothing is downloaded."""
+    """Local folder written by `save_pretrained`, whose sizes are its own. Nothing is downloaded. A size beside it (all but `SAVED_FIELDS`) is an
+    error; the sizes of a file of random weights do not count where the command line says `model.path=FOLDER`."""
     hidden_size: int = 1024
     """H, width of the residual stream. Weights grow with H squared, retained bytes with H."""
     intermediate_size: int = 3584
@@ -233,6 +235,9 @@ FAMILY_FIELDS: dict[str, frozenset[str]] = {
     "gdn_stack": frozenset(_EVERY_FAMILY),
 }
 """By family the fields of `ModelConfig` that have a meaning for it."""
+
+SAVED_FIELDS = frozenset("family path dtype keep_fp32 attn_implementation".split())
+"""The fields of `ModelConfig` that may stand beside `path`: what a saved model leaves open, and the family (`gdn_stack` is never a saved one)."""
 
 POSITIVE: dict[str, float] = {
     **dict.fromkeys(

@@ -100,6 +100,11 @@ class Engine:
         full = self._recorder.counts.get("fallback_bytes", 0)
         return {**self._recorder.skipped, **({"pool full": full} if full else {})}
 
+    @property
+    def largest_small(self) -> int:
+        """Bytes of the largest storage that stayed for `min_bytes` since the last `step_statistics`; 0 of none."""
+        return self._recorder.largest_small
+
     def close(self) -> None:
         """Give idle pinned memory back to the machine. The engine stays usable; buffers of live tickets stay theirs."""
         with self._lock:

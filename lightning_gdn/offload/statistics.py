@@ -65,6 +65,8 @@ class StepStatistics:
     """The eligible bytes of the passes that `forward_ms` is the time of."""
     forwards: int = 0
     """Forward passes begun: micro-batches, each with gradients."""
+    largest_small: int = 0
+    """Bytes of the largest storage that stayed for `min_bytes`."""
 
     def without_times(self) -> StepStatistics:
         """The counts alone."""
@@ -122,12 +124,14 @@ def merged(parts: Sequence[StepStatistics]) -> StepStatistics | None:
     if len(parts) < 2:
         return parts[0] if parts else None
     rows = [asdict(part) for part in parts]
-    total: dict[str, Any] = {name: sum(row[name] for row in rows) for name in rows[0] if name not in ("fraction", "skipped", "forwards")}
+    kept_apart = ("fraction", "skipped", "forwards", "largest_small")
+    total: dict[str, Any] = {name: sum(row[name] for row in rows) for name in rows[0] if name not in kept_apart}
     skipped: dict[str, int] = {}
     for row in rows:
         for reason, nbytes in row["skipped"].items():
             skipped[reason] = skipped.get(reason, 0) + nbytes
-    return StepStatistics(fraction=min(part.fraction for part in parts), forwards=max(part.forwards for part in parts), skipped=skipped, **total)
+    total |= {name: max(row[name] for row in rows) for name in ("forwards", "largest_small")}
+    return StepStatistics(fraction=min(part.fraction for part in parts), skipped=skipped, **total)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,6 +158,7 @@ class Recorder:
         self._backend, self.timing = backend, timing
         self.counts: dict[str, int] = {}
         self.skipped: dict[str, int] = {}
+        self.largest_small = 0
         self._spans: list[tuple[str, Event, Event, int]] = []
         self._times: dict[str, float] = {}
         self._sizes: dict[str, int] = {}
@@ -166,6 +171,8 @@ class Recorder:
     def skip(self, reason: str, nbytes: int) -> None:
         """Count bytes that stay by intent."""
         self.skipped[reason] = self.skipped.get(reason, 0) + nbytes
+        if reason == "min_bytes":
+            self.largest_small = max(self.largest_small, nbytes)
 
     def mark(self, stream: Stream) -> Event | None:
         """A timing event, if times are taken."""
@@ -196,6 +203,7 @@ class Recorder:
         times, nbytes, self._times, self._sizes = self._times, self._sizes, {}, {}
         counts, self.counts = self.counts, {}
         skipped, self.skipped = self.skipped, {}
+        largest_small, self.largest_small = self.largest_small, 0
         peak, pool.step_peak = pool.step_peak, pool.in_use
         numbers = (
             "forwards",
@@ -214,6 +222,7 @@ class Recorder:
             fraction=fraction,
             **{name: counts.get(name, 0) for name in numbers},
             skipped=skipped,
+            largest_small=largest_small,
             pinned_held=pool.held,
             pinned_in_use=pool.in_use,
             pinned_peak=peak,

@@ -15,7 +15,7 @@ from pathlib import Path
 PACKAGE = "lightning_gdn"
 
 LEVELS: tuple[frozenset[str], ...] = (
-    frozenset({"regions", "offload_config", "labels", "plan"}),
+    frozenset({"regions", "offload_config", "stayed", "labels", "plan"}),
     frozenset({"region_fn", "replay"}),
     frozenset({"offload"}),
     frozenset({"moving", "tape", "ledger"}),

@@ -23,7 +23,7 @@ def test_bare_copies_are_timed_one_way_alone_and_both_at_once(bench: Callable[[s
 @pytest.mark.parametrize("kernels", ["stock", "fused"])
 def test_trls_offload_gives_the_controls_loss_and_gradients_and_holds_less(bench: Callable[[str], Any], kernels: str) -> None:
     pytest.importorskip("trl.models.activation_offloading", reason="TRL is not installed, and no dependency")
-    models = bench("offload_models")
+    models = bench("offload_trainees")
     trainee = models.Stack(device="cuda", layers=4, seq=2048, batch=1)
     found: dict[str, tuple[dict[str, Any], list[Tensor]]] = {}
     for arm in ("none", "trl_offload"):

@@ -78,6 +78,7 @@ def test_a_record_holds_what_a_comparison_needs(tmp_path: Path) -> None:
     ("error", "status"),
     [
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB"), "oom"),
+        (torch.AcceleratorError("CUDA error: out of memory\nCompile with `TORCH_USE_CUDA_DSA`"), "oom"),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate"), "oom"),
         (RuntimeError("first line\n  last line\n"), "failed"),
     ],

@@ -87,7 +87,7 @@ def test_the_default_type_of_the_process_does_not_decide(tmp_path: Path) -> None
 def test_a_saved_folder_is_loaded_with_its_weights(tmp_path: Path) -> None:
     saved = build_model(recipe_of(tmp_path, "trainer.seed=7"))
     saved.save_pretrained(tmp_path / "model")
-    recipe = recipe_of(tmp_path, f"model.path={tmp_path}/model", "model.hidden_size=64")
+    recipe = recipe_of(tmp_path, f"model.path={tmp_path}/model")
     model = build_model(recipe)
     assert model.config.use_cache is False
     assert not model.training, "transformers leaves a loaded model in eval mode"

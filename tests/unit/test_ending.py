@@ -78,7 +78,7 @@ def test_sigterm_ends_a_parity_check_with_a_failed_record(
     assert "arms" not in record
     assert {path.name for path in out.iterdir()} == {"recipe.yaml", "parity.json"}
     said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("lightning-gdn: ")]
-    assert said == [f"lightning-gdn: parity: failed: ended by SIGTERM during {during}"]
+    assert said == [f"lightning-gdn: parity: failed: ended by SIGTERM during {during}. Written to {out / 'parity.json'}"]
     assert (signal.getsignal(signal.SIGTERM), torch.get_num_threads()) == (before, threads)
 
 

@@ -294,6 +294,17 @@ def test_small_storages_of_other_regions_cost_nothing_and_those_of_the_label_are
     assert all(bool((value == 1).all()) for *_, value in Saves.back)
 
 
+def test_a_small_output_that_a_label_names_is_counted_whoever_saves_it_and_whatever_else_moves() -> None:
+    bench, x = Bench(min_bytes=4 * N * N), leaf()
+    with bench.block(("in_proj", Moves.OUTPUTS), x=x) as (tape, _):
+        small, large = tape.run(region("in_proj", lambda owner, x: (x.sum(1) * 2, x * 2)), bench.owner, x)
+        y = tape.run(region("conv", lambda owner, small, large: Saves.apply(large, small, large, torch.ones(3))), bench.owner, small, large)
+    statistics = bench.end()
+    assert (statistics.skipped, statistics.bytes_out, statistics.largest_small) == ({"min_bytes": 4 * N}, 4 * N * N, 4 * N)
+    y.sum().backward()
+    assert torch.equal(Saves.back[0][4], x.detach().sum(1) * 2)
+
+
 def test_what_a_graph_that_died_in_the_block_saved_is_not_moved() -> None:
     bench, x = Bench(), leaf()
 
@@ -429,7 +440,7 @@ def test_moved_bytes_that_somebody_else_holds_are_counted_and_said(caplog: pytes
 
 def test_a_label_that_moves_nothing_is_reported_with_the_reason() -> None:
     model = tiny_qwen3_5()
-    with pytest.warns(FreesNothingWarning, match=r"'gdn_core_attn' moved nothing.*min_bytes \d.*below min_bytes=1048576"):
+    with pytest.warns(FreesNothingWarning, match=r"'gdn_core_attn' moved nothing.*min_bytes \d.*below offload.min_bytes=1048576"):
         with apply_plan(model, "offload:gdn_core_attn"):
             model(**tiny_batch()).loss.backward()
 

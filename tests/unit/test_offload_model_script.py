@@ -69,12 +69,12 @@ def no_trl(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def small(bench: Callable[[str], Any], **more: Any) -> Any:
-    return bench("offload_models").Qwen(device="cpu", seq=32, micro_batches=2, batches=8, restarts=True, **more)
+    return bench("offload_trainees").Qwen(device="cpu", seq=32, micro_batches=2, batches=8, restarts=True, **more)
 
 
 @pytest.mark.parametrize("kernels", ["stock", "fused"])
 def test_trls_context_is_open_around_forward_and_backward_of_every_micro_batch(bench: Callable[[str], Any], trl: None, kernels: str) -> None:
-    models = bench("offload_models")
+    models = bench("offload_trainees")
     trainee = small(bench)
     losses = {}
     for arm in ("none", ARM):
@@ -114,11 +114,11 @@ def test_what_is_around_a_micro_batch_closes_before_the_update(bench: Callable[[
         def update(self) -> None:
             events.append("update")
 
-    step = bench("offload_models").optimizer_step
+    step = bench("offload_trainees").optimizer_step
     step(Trainee(), 3, around=Told, forwarded=lambda: events.append("forwarded"), ended=lambda: events.append("ended"))
     first = ["open", "forward 6", "forwarded", "backward", "closed"]
     assert events == [*first, "open", "forward 7", "backward", "closed", "ended", "update"]
-    assert bench("offload_models").around_of(object())().__enter__() is None
+    assert bench("offload_trainees").around_of(object())().__enter__() is None
 
 
 def never(*_: Any, **__: Any) -> None:
@@ -160,7 +160,7 @@ def test_trls_class_is_what_the_arm_takes_it_for() -> None:
 
 @pytest.mark.parametrize("model", ["stack", "qwen3_5_0_8b"])
 def test_every_default_arm_is_one_that_the_model_can_run(bench: Callable[[str], Any], model: str) -> None:
-    models = bench("offload_models")
+    models = bench("offload_trainees")
     trainee = models.Stack(device="cpu", layers=4, seq=32, batch=1) if model == "stack" else small(bench)
     arms = sweep(bench("offload_model").default_arms(model, "cpu"), 4)
     assert {"none", "save_on_cpu:gdn_core_attn", "checkpoint:full", "full"} < set(arms)
@@ -174,7 +174,7 @@ def test_every_default_arm_is_one_that_the_model_can_run(bench: Callable[[str], 
 
 
 def test_with_mlp_act_recomputed_offload_of_the_mlp_moves_less(bench: Callable[[str], Any]) -> None:
-    models = bench("offload_models")
+    models = bench("offload_trainees")
     trainee, moved = small(bench), {}
     for arm in ("offload:mlp", "mlp_act+offload:mlp", "layernorm+mlp_act+offload:mlp"):
         with models.in_force(trainee.model, arm, "stock", {"min_bytes": 0}) as applied:

@@ -133,9 +133,9 @@ def test_engines_of_one_step_count_its_passes_once() -> None:
         applied.engines.on(torch.device("cpu"))  # type: ignore[union-attr]
         one = applied.step_statistics()
     assert one is not None
-    both = merged([replace(one, forwards=2, bytes_out=5), replace(one, forwards=2, bytes_out=7)])
+    both = merged([replace(one, forwards=2, bytes_out=5, largest_small=3), replace(one, forwards=2, bytes_out=7, largest_small=2)])
     assert both is not None
-    assert (both.forwards, both.bytes_out) == (2, 12)
+    assert (both.forwards, both.bytes_out, both.largest_small) == (2, 12, 3)
 
 
 @pytest.mark.parametrize(("steps", "settled"), [(4, False), (8, True)])
@@ -201,7 +201,8 @@ def test_a_given_share_that_moves_nothing_is_noted() -> None:
     told = {"out_mib": spread, "in_mib": spread, **dict.fromkeys(names, 0.0), "stayed_mib": {"min_bytes": 3.0, "resident": 0.0}}
     arm = record("a", monitor={**record("a")["monitor"], "offload": told})
     result = judge([record("none"), arm], name="x", arms=["none", "a"])
-    assert result["notes"] == ["a: moved nothing to the host in its steady steps; stayed per step: min_bytes 3 MiB"]
+    small, or_larger = "min_bytes 3.0 MiB (below offload.min_bytes)", "; write offload.min_bytes=0, or take larger sizes"
+    assert result["notes"] == ["a: moved nothing to the host in its steady steps; stayed per step: " + small + or_larger]
     assert not result["problems"], "a comparison measures; what it proves of bits is parity's"
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import itertools
 import math
 import random
 import re
@@ -22,7 +21,7 @@ from lightning_gdn.bench.errors import UserError
 from lightning_gdn.bench.module import BenchModule
 from lightning_gdn.bench.parity import ParityCheck, ParityOptions, default_arms, model_layouts, needs_fresh_process, open_arm, parity
 from lightning_gdn.bench.parity_judge import ARM_RUNS, EQUAL, FACTOR, NOISY_RUNS, Gap, judge_arm, noise_of, repeats_exactly
-from lightning_gdn.bench.parity_record import ArmRuns, Moved, describe
+from lightning_gdn.bench.parity_record import ArmRuns, describe
 from lightning_gdn.bench.parity_report import markdown
 from lightning_gdn.bench.parity_rig import Rig, gap, kernel_setting
 from lightning_gdn.bench.plant import Plant, parse_plant, replayed_by
@@ -132,6 +131,8 @@ def test_every_label_is_bit_equal(family: str, precision: str, tmp_path: Path) -
 
 
 MOVING = "offload.min_bytes=0"
+SMALL = "min_bytes 0.00 (below offload.min_bytes=1048576, the largest 0.00); write offload.min_bytes=0, or take larger sizes"
+LAST = "of the last blocks, offload.resident_last_blocks"
 
 
 def test_arms_that_move_are_bit_equal_and_move_by_the_recipes_section(tmp_path: Path) -> None:
@@ -161,12 +162,21 @@ def test_arms_that_move_are_bit_equal_and_move_by_the_recipes_section(tmp_path: 
 @pytest.mark.parametrize(
     ("arm", "overrides", "why"),
     [
-        ("offload:gdn_core_attn", (), "stayed per step: min_bytes 0.00; write offload.min_bytes=0, or compare with larger sizes"),
+        *((f"offload:{label}", (), SMALL) for label in ("gdn_core_attn", "gdn_in_proj", "gdn_norm_out", "core_attn", "mlp")),
+        ("full+offload:block_input", (), SMALL),
         ("gdn_conv+offload:mlp@auto", (), "write offload.min_bytes=0"),
-        ("offload:core_attn", (MOVING,), "stayed per step: resident 0.00; write offload.resident_last_blocks=0"),
+        ("offload:core_attn", (MOVING,), f"stayed per step: resident 0.00 ({LAST}=1); write offload.resident_last_blocks=0"),
         ("offload:gdn_core_attn+offload:core_attn", ("offload.resident_last_blocks=4", MOVING), "write offload.resident_last_blocks=0"),
-        ("offload:gdn_core_attn", (MOVING, "offload.max_pinned_gib=0"), "pool full 0.00; write offload.max_pinned_gib=null"),
-        ("offload:mlp@0.000001", (MOVING,), "budget 0.00, resident 0.00; write offload.resident_last_blocks=0 and a larger share after @"),
+        (
+            "offload:gdn_core_attn",
+            (MOVING, "offload.max_pinned_gib=0"),
+            "pool full 0.00 (beyond offload.max_pinned_gib=0); write offload.max_pinned_gib=null",
+        ),
+        (
+            "offload:mlp@0.000001",
+            (MOVING,),
+            f"budget 0.00 (beyond the share @1e-06), resident 0.00 ({LAST}=1); write offload.resident_last_blocks=0 and a larger share after @",
+        ),
         ("full+offload:gdn_core_attn", (MOVING,), "its labels name nothing that this plan keeps: what a recompute label replays is not there"),
     ],
 )
@@ -186,29 +196,6 @@ def test_an_arm_that_was_to_move_something_and_moved_nothing_is_no_pass(
     assert "MOVED NOTHING" in out
     assert f"PROBLEM: {arm}: moved nothing" in " ".join(out.split())
     assert f"| {arm} | MOVED NOTHING |" in (tmp_path / "out" / "parity.md").read_text(encoding="utf-8")
-
-
-@pytest.mark.parametrize(
-    "reasons", [c for n in range(6) for c in itertools.combinations(("min_bytes", "resident", "budget", "pool full", "held"), n)]
-)
-def test_what_to_do_about_it_is_a_sentence_for_every_combination_of_reasons(reasons: tuple[str, ...]) -> None:
-    told = Moved(nbytes=0, share=0.5, stayed=dict.fromkeys(reasons, 3) | {"edited": 0}, unmoved=()).why()
-    if not reasons:
-        assert "its labels name nothing" in told
-        return
-    found, _, remedies = told.partition("; ")
-    assert found == "stayed per step: " + ", ".join(f"{reason} 3 B" for reason in reasons)
-    if reasons == ("held",):
-        assert not remedies
-        return
-    parts = re.fullmatch(r"write (offload\S+=\w+(?: offload\S+=\w+)*)?( and )?(a larger share after @)?(, or compare with larger sizes)?", remedies)
-    assert parts is not None, remedies
-    overrides, both, share, larger = parts.groups()
-    wanted = {"min_bytes": "offload.min_bytes=0", "resident": "offload.resident_last_blocks=0", "pool full": "offload.max_pinned_gib=null"}
-    assert (overrides or "").split() == [wanted[reason] for reason in wanted if reason in reasons], "words for the command line, as they stand"
-    assert bool(share) == ("budget" in reasons)
-    assert bool(both) == bool(share and overrides)
-    assert bool(larger) == ("min_bytes" in reasons)
 
 
 def test_a_share_of_zero_and_a_label_without_bytes_are_noted(tmp_path: Path) -> None:
@@ -564,6 +551,64 @@ def test_an_arm_that_fails_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert "Traceback" in capsys.readouterr().err
 
 
+OOM = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
+ERRORS = [
+    (OOM, "oom"),
+    (torch.AcceleratorError("CUDA error: out of memory"), "oom"),
+    (MemoryError("no room"), "oom"),
+    (torch.AcceleratorError("CUDA error: an illegal memory access was encountered"), "failed"),
+    (RuntimeError("first line\nlast line"), "failed"),
+]
+
+
+@pytest.mark.parametrize(("error", "status"), ERRORS)
+@pytest.mark.parametrize("when", ["built", "first run", "last run"])
+def test_a_control_that_fails_is_a_record(
+    error: Exception, status: str, when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: Any) -> Any:
+        raise error
+
+    def arm(check: ParityCheck, name: str) -> ArmRuns:
+        monkeypatch.setattr(Rig, "run", fail)  # from here on
+        return ArmRuns(name)
+
+    monkeypatch.setattr(ParityCheck, "arm", arm)
+    if when != "last run":
+        monkeypatch.setattr(*((BenchModule, "configure_model", fail) if when == "built" else (Rig, "run", fail)))
+    code, record = run(tmp_path, "--arms", "gdn_conv")
+    assert (code, record["status"]) == (1, status)
+    last = str(error).splitlines()[-1]
+    assert record["error"] == f"{type(error).__name__}: {last} during none"
+    assert record["environment"]["device"] == "cpu"
+    assert "arms" not in record
+    told = capsys.readouterr().err
+    assert "Traceback" in told
+    message = told.splitlines()[-1]
+    assert message.startswith(f"lightning-gdn: parity: {status}: {record['error']}")
+    assert ("must fit: a smaller data.seq_len or data.batch_size" in message) is (status == "oom")
+    assert message.endswith(str(tmp_path / "out" / "parity.json"))
+
+
+def test_a_control_that_fails_between_the_runs_of_an_arm_is_not_the_arms_fault(tmp_path: Path, noisy: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An arm that looks outside sends the control to run more often; what fails then is the control."""
+    ran: list[str] = []
+
+    def opener(model: nn.Module, arm: str, kernels: str) -> Any:
+        ran.append(arm)
+        if ran[-2:] == ["gdn_conv", "none"]:
+            raise OOM
+        return open_arm(model, arm, kernels)
+
+    monkeypatch.setattr(ParityCheck, "_outside", lambda check, arm: bool(arm.runs))
+    monkeypatch.setattr(parity_module, "NOISY_RUNS", 2)
+    monkeypatch.setattr(ParityCheck.more_control, "__defaults__", (3,))
+    (tmp_path / "out").mkdir()
+    record = parity(load(str(tiny_recipe(tmp_path)), [SHORT]), ["none", "gdn_conv"], tmp_path / "out", ParityOptions(), open_arm=opener)
+    assert (record["status"], record["error"]) == ("oom", f"OutOfMemoryError: {OOM} during none")
+    assert read_json(tmp_path / "out" / "parity.json")["status"] == "oom"
+
+
 def test_a_control_of_nan_or_zeros_proves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for factor, problem in ((float("nan"), "not finite"), (0.0, "every gradient is zero")):
 
@@ -609,8 +654,9 @@ def test_a_step_that_edits_a_parameter_is_refused(tmp_path: Path, monkeypatch: p
             return super().forward(ids)
 
     monkeypatch.setattr(parity_rig, "make_module", Editing)
-    with pytest.raises(RuntimeError, match="edited in place"):
-        run(tmp_path, "--arms", "gdn_conv")
+    code, record = run(tmp_path, "--arms", "gdn_conv")
+    assert (code, record["status"]) == (1, "failed")
+    assert "edited in place" in record["error"]
 
 
 @pytest.mark.parametrize(

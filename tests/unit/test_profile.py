@@ -162,12 +162,12 @@ def measured() -> Measured:
         control=phases(900, 1000, 500, 950),
         kept=kept,
         kernels={"conv": "fla.causal_conv1d"},
-        times={
-            "forward": {key: 2.0, ("b", "norm_out"): 3.0},
-            "backward": {key: 4.0},
-            "replay": {key: 2.5},
-            "forward_full": {key: 2.25, ("b", "norm_out"): 3.0},
-            "backward_full": {key: 7.0},
+        samples={
+            "forward": {key: [2.0] * 3, ("b", "norm_out"): [3.0] * 3},
+            "backward": {key: [4.0] * 3},
+            "replay": {key: [2.5] * 3},
+            "forward_full": {key: [2.25] * 3, ("b", "norm_out"): [3.0] * 3},
+            "backward_full": {key: [7.0] * 3},
         },
         trace=KernelReport(regions={"conv": (Kernel(name="k" * 300, ms=1.0, share=1.0, launches=2),)}, on_gpu=True, busy_ms=50.0),
         full=conv,
@@ -209,6 +209,53 @@ def test_what_is_said_of_peaks_and_costs() -> None:
     assert max(len(line) for line in text.splitlines()) <= 100
     assert "loss, backward" in text
     assert "optimizer" in text
+
+
+@pytest.mark.parametrize(
+    ("forward_full", "backward_full", "books"),
+    [
+        ([2.3, 2.2, 2.25], [7.1, 7.0, 6.9], 0.7),
+        ([2.3, 1.7, 2.25], [7.1, 7.0, 6.9], 0.65),  # longer all the same, together with its backward
+        ([2.3, 1.2, 2.25], [7.1, 6.5, 6.9], None),  # one step is no longer than one of the control's
+        ([1.5, 1.4, 1.3], [6.0, 6.1, 6.2], None),  # shorter: no cost is negative
+        ([2.0, 2.0, 2.0], [6.5, 6.5, 6.5], None),  # nothing at all
+        ([9.0, 1.0, 9.0], [70.0, 6.0, 70.0], None),  # a noisy host
+        ([2.3, 2.2], [7.1, 7.0], None),  # too few to tell
+    ],
+)
+def test_time_beside_replays_is_said_only_where_it_stands_clear_of_the_steps(
+    forward_full: list[float], backward_full: list[float], books: float | None, bench: Callable[[str], Any]
+) -> None:
+    found, key, count = measured(), ("b", "conv"), len(forward_full)
+    found.samples = {
+        "forward": {key: [2.0, 2.1, 1.9][:count]},
+        "backward": {key: [4.0, 4.0, 4.05][:count]},
+        "replay": {key: [2.5] * count},
+        "forward_full": {key: forward_full},
+        "backward_full": {key: backward_full},
+    }
+    record = {**describe(found, 2, ["gdn_conv", "gdn_norm_out"]), "labels_left_out": []}
+    conv, _ = record["arms"]
+    lines = [line for line in caption(record) if line.startswith("beside replays")]
+    if books is None:
+        assert conv["bookkeeping_ms"] is conv["bookkeeping_pct"] is None
+        assert "n/a for" in lines[0]
+        assert "gdn_conv" in lines[0] or "every arm" in lines[0]
+        assert "three --steps" in lines[0]
+        assert not any("gdn_conv " in line for line in lines[1:])
+    else:
+        assert conv["bookkeeping_ms"] == pytest.approx(2 * books)
+        assert conv["bookkeeping_pct"] == pytest.approx(conv["bookkeeping_ms"])
+        assert any(f"gdn_conv {conv['bookkeeping_ms']:.1f} ms" in line for line in lines)
+    json.dumps(bench("profile_check").compact({**record, "environment": {}, "recipe": {}, "options": {}}, ""), allow_nan=False)
+
+
+def test_an_arm_that_recomputes_nothing_has_nothing_beside_replays() -> None:
+    found = measured()
+    found.ledgers["gdn_conv"], found.recomputed["gdn_conv"] = [replace(row, replays=0) for row in found.full], frozenset()
+    found.samples["forward_full"] = {key: [99.0, 0.0, 1.0] for key in found.samples["forward_full"]}
+    (entry,) = describe(found, 2, ["gdn_conv"])["arms"]
+    assert entry["bookkeeping_ms"] == entry["bookkeeping_pct"] == 0.0
 
 
 def test_the_check_of_predictions_judges_both_gaps(bench: Callable[[str], Any]) -> None:

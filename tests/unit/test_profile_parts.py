@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_gdn.bench.profile_kernels import read_trace
 from lightning_gdn.bench.profile_phases import PHASES, Clock, Moment, Phases, clock_for
-from lightning_gdn.bench.profile_probes import OUTSIDE, RANGE, RegionTimes, ReplayMemory
+from lightning_gdn.bench.profile_probes import OUTSIDE, RANGE, RegionTimes, ReplayMemory, medians
 from lightning_gdn.bench.profile_tensors import TensorProbe
 from lightning_gdn.callbacks._counters import DeviceCounters, MemoryReading, NoCounters
 from lightning_gdn.regions import Mode
@@ -87,8 +87,8 @@ def test_every_interval_goes_to_the_region_that_ran_in_it() -> None:
     tape_step(times, {})
     found = times.read(1)
     # marks: 1 forward, 2-3 first, 4-5 through, 6-7 second, 8 backward, then entries second 9, first 10, outside 11, done 12
-    assert found["forward"] == {("block", "first"): 1, ("block", "through"): 1, ("block", "second"): 1, OUTSIDE: 7 - 3}
-    assert found["backward"] == {OUTSIDE: 2, ("block", "second"): 1, ("block", "first"): 1}, "a region without a node of its own gets none"
+    assert found["forward"] == {("block", "first"): [1], ("block", "through"): [1], ("block", "second"): [1], OUTSIDE: [7 - 3]}
+    assert found["backward"] == {OUTSIDE: [2], ("block", "second"): [1], ("block", "first"): [1]}, "a region without a node of its own gets none"
     assert found["replay"] == {}
 
 
@@ -98,11 +98,11 @@ def test_replays_are_exclusive_of_the_replays_they_need() -> None:
     times.forget()
     grads = tape_step(times, {"first": Mode.RECOMPUTE, "second": Mode.RECOMPUTE})
     replays = times.read(1)["replay"]
-    assert replays == {("block", "first"): 1, ("block", "second"): 1}
+    assert replays == {("block", "first"): [1], ("block", "second"): [1]}
     assert torch.equal(grads, plain)
 
 
-def test_medians_are_per_micro_batch_and_forgotten_steps_are_gone() -> None:
+def test_times_of_steps_are_per_micro_batch_and_forgotten_steps_are_gone() -> None:
     clock = Ticks()
     times = RegionTimes(clock)
     tape_step(times, {})
@@ -117,7 +117,8 @@ def test_medians_are_per_micro_batch_and_forgotten_steps_are_gone() -> None:
         times(Moment.DONE)
         times(Moment.END)
     found = times.read(2)
-    assert found["forward"][("block", "first")] == pytest.approx((2 + 1) / 2)
+    assert found["forward"][("block", "first")] == pytest.approx([1 / 2, 101 / 2, 3 / 2])
+    assert medians(found["forward"])[("block", "first")] == 3 / 2
     assert times.read(1) == {"forward": {}, "backward": {}, "replay": {}}
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from lightning_gdn.bench.errors import UserError
 from lightning_gdn.bench.recipes import load, shipped, to_yaml, write_yaml
-from lightning_gdn.bench.schema import AT_MOST, CHOICES, FAMILY_FIELDS, POSITIVE, SECTIONS, TOP, Recipe
+from lightning_gdn.bench.schema import AT_MOST, CHOICES, FAMILY_FIELDS, POSITIVE, SAVED_FIELDS, SECTIONS, TOP, ModelConfig, Recipe
 from lightning_gdn.cli import main
 from tests.unit.bench_support import FAMILIES, tiny_recipe
 
@@ -184,10 +184,49 @@ def test_a_saved_recipe_is_read_again_and_has_the_fields_of_its_family(family: s
     assert (again.recipe, again.saved) == (loaded.recipe, loaded.saved)
 
 
-def test_a_saved_model_has_sizes_of_its_own(tmp_path: Path) -> None:
-    loaded = load("qwen3_5_4b", [f"model.path={tmp_path}"])
+@pytest.mark.parametrize("recipe", ["qwen3_5_4b", "qwen3_next_tiny_cpu", "demo_cpu"])
+def test_a_saved_model_takes_the_place_of_a_recipes(recipe: str, tmp_path: Path) -> None:
+    """The documented way: a shipped recipe, the folder on the command line. The recipe's sizes are then nowhere, also not in what is saved."""
+    loaded = load(recipe, [f"model.path={tmp_path}", "model.attn_implementation=eager"])
+    assert set(loaded.saved["model"]) == SAVED_FIELDS
+    family = loaded.recipe.model.family
+    assert loaded.recipe.model == ModelConfig(path=str(tmp_path), attn_implementation="eager", family=family)
     write_yaml(loaded.saved, tmp_path / "saved.yaml", "again")
-    assert load(str(tmp_path / "saved.yaml")).recipe == loaded.recipe
+    again = load(str(tmp_path / "saved.yaml"))
+    assert (again.recipe, again.saved) == (loaded.recipe, loaded.saved)
+    assert load(str(tmp_path / "saved.yaml"), [f"model.path={tmp_path}/other"]).recipe.model.path == f"{tmp_path}/other"
+
+
+@pytest.mark.parametrize("name", [name for name in SECTIONS["model"] if name not in SAVED_FIELDS])
+def test_a_field_that_a_saved_model_has_of_its_own_is_an_error(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    value = OTHER_VALUES.get(name, 4)
+    written = str(value).lower() if name == "tie_word_embeddings" else value
+    told = complain("model.path=there", f"model.{name}={written}")
+    wanted = (
+        f"model.{name}: the model saved in model.path='there' has its own, got {value!r}; leave it out, or leave out model.path for random weights. "
+    )
+    assert told == wanted + "Fields beside model.path: family, dtype, keep_fp32, attn_implementation"
+    in_file = write(tmp_path, "model: {path: there}\n")
+    assert complain(f"model.{name}={written}", recipe=in_file) == told
+    assert main(["validate", in_file, f"model.{name}={written}"]) == 2
+    assert capsys.readouterr().err == f"lightning-gdn: {told}\n"
+    both_in_file = write(tmp_path, f"model: {{path: there, {name}: {written}}}\n")
+    assert complain(recipe=both_in_file) == told.replace("leave it out", "take it out of mine.yaml", 1)
+    assert complain(f"model.{name}={written}", recipe=both_in_file) == complain(recipe=both_in_file)
+
+
+def test_fields_of_file_and_command_line_beside_a_saved_model(tmp_path: Path) -> None:
+    sizes = "model: {path: null, hidden_size: 64, vocab_size: 300}\n"
+    replaced = load(write(tmp_path, sizes + "data: {seq_len: '${model.hidden_size}'}\n"), ["model.path=there"])
+    assert replaced.recipe.model.hidden_size == ModelConfig().hidden_size == replaced.recipe.data.seq_len == replaced.saved["data"]["seq_len"]
+    told = complain("model.path=there", "model.head_dim=32", recipe=write(tmp_path, sizes))
+    assert told.startswith("model.head_dim: the model saved"), "the file's own are replaced as a whole"
+    told = complain("model.head_dim=32", recipe=write(tmp_path, sizes.replace("null", "there")))
+    assert told.startswith(
+        "model.hidden_size, model.vocab_size, model.head_dim: the model saved in model.path='there' has its own, got 64, 300, 32; "
+    )
+    assert "leave them out, also of mine.yaml, or leave out model.path" in told
+    assert load(write(tmp_path, sizes.replace("null", "there")), ["model.path=null"]).recipe.model.hidden_size == 64
 
 
 def test_a_recipe_offers_the_kernels_that_there_are() -> None:

@@ -198,6 +198,11 @@ def timed_step(trainee: Any, index: int, applied: Any, device: str, around: Arou
     return row
 
 
+def ledger_sums(applied: Any) -> dict[str, Any]:
+    """The ledger of an arm that moves something, all regions together."""
+    return {name: value for name, value in applied.ledger.as_dict().items() if name != "by_region"}
+
+
 def lead_blocks(trainee: Any, applied: Any, index: int) -> int | None:
     """Fewest blocks between enqueueing a reload and its use, over all reloads of one further step, which no time is taken of. None: no reload."""
     engines, timeline = list(applied.engines.by_device.values()), []
