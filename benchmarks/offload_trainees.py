@@ -18,7 +18,7 @@ from trl_offload import ARM as TRL
 from trl_offload import under_trl
 
 from lightning_gdn import apply_plan
-from lightning_gdn.bench.arms import parse
+from lightning_gdn.bench.arms import SAVE_ON_CPU, parse
 from lightning_gdn.bench.data import make_loaders, read_text
 from lightning_gdn.bench.module import build_model
 from lightning_gdn.bench.recipes import load
@@ -165,6 +165,8 @@ def in_force(model: nn.Module, text: str, kernels: str, options: Mapping[str, An
     if text == TRL:
         return under_trl(model, kernels)
     chosen = parse(text)
+    if text == SAVE_ON_CPU:  # around the forward that runs: with FLA's loss the model's own is not called
+        return under(getattr(model, "model", model), text, kernels)
     if not isinstance(chosen, Selection) or chosen.offload is None:
         return under(model, text, kernels)
     return apply_plan(model, replace(chosen, offload=replace(chosen.offload, **options)), kernels=kernels)
