@@ -44,7 +44,9 @@ class AutoFraction:
 
     It starts at 1, where the GPU needs the least memory. After `skip` steps (kernels are tuned and buffers pinned in them) it sums
     `measure` steps: the rate of each direction as it was in training, all ranks at once, times the compute of that pass gives the bytes
-    that fit; the smaller of both shares, times `margin`, is the answer. Afterwards it looks at the stalls of every `measure` steps.
+    that fit; the smaller of both shares, times `margin`, is the answer. Afterwards it looks at the stalls of every `measure` steps: a block's
+    own copies can be more than its neighbour's compute covers, though all of them together fit. The first step down follows the share of
+    the copy time that was lost, each further one the line through the last two, to where it loses nothing.
 
     Call `observe` once per optimizer step on every rank: `reduce_min` is a collective when there are several, and is called in the
     same steps on all of them.
@@ -64,6 +66,8 @@ class AutoFraction:
         self.settled = False
         self._reduce, self._skip, self._measure, self._margin, self._tolerance = reduce_min, skip, measure, margin, tolerance
         self._window: list[StepStatistics] = []
+        self._before: tuple[float, float] | None = None
+        """A larger share, and what of the compute it lost to stalls."""
 
     def observe(self, sample: StepStatistics) -> float:
         """Take the statistics of one step; returns the fraction for the next one."""
@@ -101,5 +105,11 @@ class AutoFraction:
         compute = self._sum("forward_ms") + self._sum("backward_ms") - stall
         if copies <= 0 or stall <= self._tolerance * compute:
             return self.fraction
-        lower = self.fraction * max(0.0, min(0.95, 1 - stall / copies))
+        lost, before = stall / compute if compute > 0 else 1.0, self._before
+        self._before = self.fraction, lost
+        lower = self.fraction * (1 - stall / copies)
+        if before is not None and before[0] > self.fraction and before[1] > lost:
+            line = self.fraction - lost * (before[0] - self.fraction) / (before[1] - lost)
+            lower = max(line, 0.75 * self.fraction)  # two noisy points make a steep line
+        lower = max(0.0, min(0.95 * self.fraction, lower))
         return lower if lower >= 0.01 else 0.0

@@ -121,3 +121,28 @@ def test_all_ranks_agree_in_the_same_step() -> None:
     assert agreed == pytest.approx(0.8 * 0.2)
     waits = five_steps(50.0, lambda value: min(value, -1.0))  # the other rank has timed nothing yet
     assert (waits.settled, waits.fraction) == (False, 1.0)
+
+
+def with_knee(fraction: float, *, noise: float = 1.0) -> Any:
+    """What Qwen3.5-0.8B showed at 16384 tokens: 4.25 GB fit into the compute as a whole, yet above a share of about 0.68 a block's own copies
+    outlast its neighbour: 15 ms at 1, 4.4 ms at 0.77."""
+    stall = noise * max(0.3, 47 * (fraction - 0.68))
+    found = sample(eligible=4_250_000_000, moved=int(4_250_000_000 * fraction), forward=160.0, backward=310.0)
+    found.stall_out_ms, found.forward_ms = stall, found.forward_ms + stall
+    return found
+
+
+def test_stalls_of_single_blocks_are_left_behind_in_few_steps() -> None:
+    auto = AutoFraction()
+    shares = [auto.observe(with_knee(auto.fraction)) for _ in range(30)]
+    assert len(set(shares[13:])) == 1, "settled three windows after the first answer"
+    assert 0.6 < shares[-1] <= 0.73
+    assert with_knee(shares[-1]).stall_out_ms < 0.005 * 470
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_noise_does_not_drive_the_share_to_nothing(seed: int) -> None:
+    rng, auto = random.Random(seed), AutoFraction()
+    shares = [auto.observe(with_knee(auto.fraction, noise=rng.uniform(0.7, 1.3))) for _ in range(60)]
+    assert shares == sorted(shares, reverse=True)
+    assert 0.5 < shares[-1] <= 0.74
