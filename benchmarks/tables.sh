@@ -1,10 +1,13 @@
 #!/usr/bin/env bash
-# The tables of recompute in docs/targets.md, one command each, on one otherwise idle GPU: five alternating rounds, records into OUT.
+# The tables in docs/targets.md, one command each, on one otherwise idle GPU: records into OUT.
 #
-#   benchmarks/tables.sh OUT [TABLE ...]       TABLE: segments stack stack_2048 whole_16384 whole_4096 4b profile host; default: all
+#   benchmarks/tables.sh OUT [TABLE ...]       TABLE of recompute: segments stack stack_2048 whole_16384 whole_4096 4b profile host (the default)
+#                                              of offload: engine pairs_stack pairs_16384 pairs_4096x4 combined rivals matrix
 #
-# SECONDS_PER_TABLE (default 120) bounds the rounds of each; what did not fit is said, and the record holds whole rounds. PYTHON=python3
-# chooses the interpreter. Where the host decides (2048 and 4096 tokens) the control takes turns with every arm, step by step. A process start, and kernels that have to be tuned, come on top.
+# Recompute has five alternating rounds, offload three. SECONDS_PER_TABLE (default 120; pairs want 240, the matrix 400) bounds the rounds of
+# each; what did not fit is said, and the record holds whole rounds. PYTHON=python3 chooses the interpreter. Where the host decides (2048 and
+# 4096 tokens) the control takes turns with every arm. A process start, and kernels that have to be tuned, come on top. CUDA_VISIBLE_DEVICES
+# chooses the GPU: bits and bytes may be measured on one while times are measured on another, with CPU cores of their own.
 set -u
 out=${1:?usage: benchmarks/tables.sh OUT [TABLE ...]}
 shift
@@ -15,7 +18,13 @@ python=${PYTHON:-python3}
 limit=${SECONDS_PER_TABLE:-120}
 UNION=gdn_conv+gdn_norm_out+layernorm
 FUSED=fused:none,fused:gdn_norm_out,fused:gdn_norm_out+layernorm+mlp_act,fused:$UNION,fused:$UNION+mlp_act,fused:full,fused:checkpoint:sweep,fused:hf_gradient_checkpointing
+MOVED=offload:gdn_core_attn
+QWEN="benchmarks/offload_model.py --model qwen3_5_0_8b --kernels fused --rounds 3 --warm 2 --steps 3"
+PAIRS="benchmarks/offload_pairs.py --kernels fused"
 STOCK=stock:none,stock:gdn_norm_out,stock:$UNION
+COMBINED=none,$MOVED@auto,$UNION+mlp_act,$UNION+mlp_act+$MOVED,$UNION+mlp_act+$MOVED+offload:mlp@auto,full,full+offload:block_input,checkpoint:sweep
+RIVALS=none,$MOVED,save_on_cpu:gdn_core_attn,$MOVED+offload:gdn_in_proj+offload:gdn_norm_out+offload:core_attn+offload:mlp,full+offload:block_input,save_on_cpu
+$python -c "import trl" 2>/dev/null && RIVALS=$RIVALS,trl_offload
 failed=0
 
 table() { # NAME, script and arguments
@@ -35,6 +44,13 @@ for name in ${*:-stack whole_16384 stack_2048 segments profile whole_4096 4b hos
         whole_4096) table "$name" benchmarks/whole_model.py --seq 4096 --micro-batches 4 --warm 1 --steps 2 --beside --arms "$STOCK,$FUSED" --seconds "$limit" ;;
         4b) table "$name" benchmarks/whole_model.py --recipe qwen3_5_4b --seq 8192 --warm 1 --steps 2 --arms "$FUSED" --seconds "$limit" ;;
         profile) table "$name" benchmarks/profile_check.py gdn_stack_20 --steps 3 ;;
+        engine) table "$name" benchmarks/offload_engine.py --rounds 5 ;;
+        pairs_stack) table "$name" benchmarks/offload_pairs.py --case stack --seconds "$limit" ;;
+        pairs_16384) table "$name" $PAIRS --case qwen:16384 --seconds "$limit" ;;
+        pairs_4096x4) table "$name" $PAIRS --case qwen:4096x4 --seconds "$limit" ;;
+        combined) table "$name" $QWEN --seq 16384 --arms "$COMBINED" --seconds "$limit" ;;
+        rivals) table "$name" $QWEN --seq 4096 --arms "$RIVALS" --seconds "$limit" ;;
+        matrix) table "$name" benchmarks/offload_matrix.py --kernels fused --parallel 4 --short 20 --seconds "$limit" ;;
         host) table "$name" benchmarks/host_overhead.py --rounds 5 --calls 200 ;;
         *) echo "benchmarks/tables.sh: unknown table $name" >&2 && exit 2 ;;
     esac
