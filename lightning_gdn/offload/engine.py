@@ -155,6 +155,7 @@ class Engine:
                     self._transfers.out([ticket._copy for ticket in moving])
             except BaseException:
                 self._transfers.cancel(ticket._copy for ticket in moving)
+                block._seen = {key: seen for key, seen in block._seen.items() if seen[1] is None or seen[1]() not in moving}
                 raise
             for ticket in moving:
                 block._shelf.append(weakref.ref(ticket))
