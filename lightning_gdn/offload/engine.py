@@ -40,7 +40,7 @@ class Engine:
     Args:
         backend: `CudaBackend(device)`, or `SimulatedBackend()` on a CPU.
         config: what to move.
-        timing: take times by events (about ten microseconds of host time per storage and step).
+        timing: take times by events (a few more of them per block and step).
         reduce_min: for `fraction="auto"` on several ranks, the smallest of a number over them; called in `step_statistics`.
 
     Raises:

@@ -300,6 +300,16 @@ def test_an_alias_that_appears_later_is_right_at_once_and_freed_after_it_was_lea
     assert unfreed == [0, 0, *[2 * 33 * 64 * 4] * 3, *[0] * 7], "it costs memory until the block looks at every region again"
 
 
+def test_an_alias_is_learned_from_a_call_in_which_it_was_too_small_to_move(watch: Watch) -> None:
+    model = tiny_qwen3_5(num_hidden_layers=1)
+    handle = model.model.layers[0].post_attention_layernorm.register_forward_hook(lambda module, args, out: out.sigmoid())
+    with apply_plan(model, moving("offload:mlp", min_bytes=20_000)) as applied:
+        small, large = (watch.run(model, hf(model, tokens), applied) for tokens in (3, 130))
+    handle.remove()
+    assert (small.bytes_out, large.learns, large.unfreed) == (0, [False], 0)
+    assert ("gate_up", 2 * 130 * 64 * 4, 3) in large.moved[0], "the linear layers and the norm"
+
+
 def test_a_parameter_that_is_unfrozen_moves_its_input_after_it_was_learned(watch: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
     """In front of everything that is trained a convolution saves nothing; behind a trained projection it saves that one's output."""
     monkeypatch.setattr(takeover_module, "RELEARN", 4)
