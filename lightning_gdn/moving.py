@@ -107,7 +107,8 @@ class Mover:
     ) -> None:
         self.watch = watch
         self.learned: frozenset[str] | None = None
-        """After `finish`, where `watch` was None: the regions that saved something of a storage that a label names."""
+        """After `finish`, where `watch` was None: the regions that saved something of a storage that a label names. None also where
+        something of it was saved between regions (by a module's hook): only hooks around the whole block see that."""
         self._moving, self._block, self._module, self._weights = moving, block, module, weights
         self._min_bytes, self._saved = moving.min_bytes, moving.saved
         self._held = {storage_key(tensor) for tensor in _tensors(caller)}
@@ -190,7 +191,7 @@ class Mover:
                 self._block.skip(reason, storage.nbytes())
                 continue
             named_groups.append((named_by, group, tensor))
-        if self.watch is None:
+        if self.watch is None and "" not in seen:
             self.learned = frozenset(seen)
         tickets = self._block.offer_all([(tensor, len(group.slots)) for _, group, tensor in named_groups])
         moved: list[Moved] = []

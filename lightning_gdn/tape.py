@@ -7,8 +7,8 @@ a region that is recomputed its saved tensors are swept: one that aliases the re
 freed without replaying a projection. In backward the first handle of a region replays it once; every handle gets its exact view;
 each tensor of the replay is dropped when its last handle was served.
 
-Where something moves to the host, hooks are open around the whole block, since any region may save an alias of it; `moving` decides when
-the block has ended.
+Where something moves to the host, any region may save an alias of it: hooks are open around the whole block in a call that learns which
+regions do, around those regions in later calls. `moving` decides when the block has ended.
 
 Identity is storage, offset, size, stride and dtype. A registered output holds a `StorageWeakRef`, so its address cannot be
 reused while the block runs. Nothing here knows a model.

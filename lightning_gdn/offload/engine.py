@@ -40,7 +40,7 @@ class Engine:
     Args:
         backend: `CudaBackend(device)`, or `SimulatedBackend()` on a CPU.
         config: what to move.
-        timing: take times by events (about ten microseconds of host time per storage and step).
+        timing: take times by events (a few more of them per block and step).
         reduce_min: for `fraction="auto"` on several ranks, the smallest of a number over them; called in `step_statistics`.
 
     Raises:
@@ -155,6 +155,7 @@ class Engine:
                     self._transfers.out([ticket._copy for ticket in moving])
             except BaseException:
                 self._transfers.cancel(ticket._copy for ticket in moving)
+                block._seen = {key: seen for key, seen in block._seen.items() if seen[1] is None or seen[1]() not in moving}
                 raise
             for ticket in moving:
                 block._shelf.append(weakref.ref(ticket))
