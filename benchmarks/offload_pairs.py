@@ -8,8 +8,8 @@
 Per process `--warm` optimizer steps (with `auto` until its share has settled), then `--steps` measured ones; its time is their median, its
 peaks are their largest. A step change is the arm's time over that of the control of its round; shown are median and range over the rounds.
 `bare` are plain pinned copies in the same process, right after the steps: each way alone, which is what shares are of, and both at once.
-While one process warms up, the next one imports, and waits for its turn before it touches the GPU, which CUDA_VISIBLE_DEVICES chooses; beside
-measured steps nothing of this script runs. Losses are compared bit for bit; kernels are those of training, and fused attention sums in varying
+Processes import some at a time, and wait for their turns before they touch the GPU, which CUDA_VISIBLE_DEVICES chooses; beside measured
+steps nothing of this script runs. Losses are compared bit for bit; kernels are those of training, and fused attention sums in varying
 order there: what must be equal is judged by `offload_matrix.py`.
 """
 
@@ -21,6 +21,7 @@ import re
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -35,6 +36,8 @@ from lightning_gdn.bench.ending import terminated_cleanly
 from lightning_gdn.bench.records import SCHEMA, write_json
 
 ARMS = "offload:gdn_core_attn,offload:gdn_core_attn@auto"
+AHEAD = 9
+"""Processes that import at one time: each holds some 2 GiB of the host's memory while it waits."""
 READY_SECONDS, HANG = 300.0, 1800.0
 """How long imports, and a process's warm-up or measured steps, may take."""
 RATE_SHARE, AUTO_PCT, LEAD = 0.9, 1.0, 1
@@ -63,44 +66,59 @@ def order(arms: Sequence[str], index: int) -> list[str]:
     return [*arms[first:], *arms[:first]]
 
 
+class Ahead:
+    """Processes that were started before their turn, some at a time: they import, and wait before they touch the GPU."""
+
+    def __init__(self, turns: Sequence[tuple[int, str]], start: Callable[[str, int], Child]) -> None:
+        self._turns, self._start = list(turns), start
+        self._waiting: deque[Child] = deque()
+        self.children: list[Child] = []
+        self._more()
+
+    def _more(self) -> None:
+        batch, self._turns = self._turns[:AHEAD], self._turns[AHEAD:]
+        self._waiting.extend(self._start(arm, index) for index, arm in batch)
+        self.children.extend(self._waiting)
+
+    def take(self) -> Child:
+        """The process of the next turn."""
+        if not self._waiting:
+            self._more()
+        return self._waiting.popleft()
+
+    def settle(self) -> None:
+        """Wait until those that are left have imported."""
+        for child in self._waiting:
+            child.said("READY", READY_SECONDS)
+
+
+def turns_of(arms: Sequence[str], rounds: int) -> list[tuple[int, str]]:
+    """(round, arm) in order of measurement."""
+    return [(index, arm) for index in range(rounds) for arm in order(arms, index)]
+
+
 def measure(
-    arms: Sequence[str], rounds: int, start: Callable[[str, int], Child], seconds: float, tell: Callable[[str], None]
+    arms: Sequence[str], rounds: int, ahead: Ahead, seconds: float, tell: Callable[[str], None]
 ) -> tuple[list[dict[str, dict[str, Any]]], str | None]:
-    """Whole rounds of every arm: results by arm, and why there are fewer than `rounds`. One process is started ahead of its turn."""
-    turns = [(index, arm) for index in range(rounds) for arm in order(arms, index)]
-    begin, found, why = time.monotonic(), list[dict[str, dict[str, Any]]](), None
-    ahead: Child | None = start(turns[0][1], 0)
-    children = [ahead]
-    try:
-        for number, (index, arm) in enumerate(turns):
-            child, ahead = ahead, None
-            assert child is not None
-            ready = child.said("READY", READY_SECONDS)
-            following = turns[number + 1] if number + 1 < len(turns) else None
-            if following is not None and following[0] > index:  # a round begins only if it is likely to end in time
-                elapsed = time.monotonic() - begin
-                if number and elapsed * (1 + (len(arms) + 1) / number) > seconds:
-                    why, following = f"{index + 1} of {rounds} rounds, for lack of time", None
-            if following is not None:
-                ahead = start(following[1], following[0])
-                children.append(ahead)
-            if ready:
-                limit = max(GRACE, 2 * seconds - (time.monotonic() - begin)) if math.isfinite(seconds) else HANG
+    """Whole rounds of every arm: results by arm, and why there are fewer than `rounds`."""
+    begin, found = time.monotonic(), list[dict[str, dict[str, Any]]]()
+    for number, (index, arm) in enumerate(turns_of(arms, rounds)):
+        elapsed = time.monotonic() - begin
+        if index == len(found):  # a round begins only if it is likely to end in time
+            if number and elapsed * (1 + len(arms) / number) > seconds:
+                return found, f"{index} of {rounds} rounds, for lack of time"
+            found.append({})
+        child = ahead.take()
+        if child.said("READY", READY_SECONDS):
+            limit = max(GRACE, 2 * seconds - elapsed) if math.isfinite(seconds) else HANG
+            child.go()
+            if child.said("WARM", limit):
+                ahead.settle()  # nothing else runs while steps are measured
                 child.go()
-                if child.said("WARM", limit):
-                    if ahead is not None:
-                        ahead.said("READY", READY_SECONDS)  # nothing else runs while steps are measured
-                    child.go()
-                    child.wait(limit)
-            if arm == order(arms, index)[0]:
-                found.append({})
-            found[index][arm] = child.result()
-            tell(f"round {index + 1}: {arm} {told(found[index][arm])}, {time.monotonic() - begin:.0f} s")
-            if following is None:
-                break
-    finally:
-        kill_all(children)
-    return found, why
+                child.wait(limit)
+        found[index][arm] = child.result()
+        tell(f"round {index + 1}: {arm} {told(found[index][arm])}, {time.monotonic() - begin:.0f} s")
+    return found, None
 
 
 def told(row: Row) -> str:
@@ -220,11 +238,15 @@ def main() -> int:
             own = {**spec, "job": "time", "arm": arm, "warm": args.warm, "steps": args.steps, "wait": True}
             return Child(f"{arm}-round{index}", own, folder, environment())
 
-        tuned = tune(spec, [arm for arm in arms if arm != CONTROL], folder, environment(), args.seconds)
-        rounds, why = list[dict[str, dict[str, Any]]](), f"tuning: {tuned['status']}: {tuned.get('error')}"
-        if tuned["status"] == "ok":
-            left = args.seconds - (time.monotonic() - begin)
-            rounds, why = measure(arms, args.rounds, start, left, lambda line: print(f"  {line}", file=sys.stderr, flush=True))
+        ahead = Ahead(turns_of(arms, args.rounds), start)
+        try:
+            tuned = tune(spec, [arm for arm in arms if arm != CONTROL], folder, environment(), args.seconds)
+            rounds, why = list[dict[str, dict[str, Any]]](), f"tuning: {tuned['status']}: {tuned.get('error')}"
+            if tuned["status"] == "ok":
+                left = args.seconds - (time.monotonic() - begin)
+                rounds, why = measure(arms, args.rounds, ahead, left, lambda line: print(f"  {line}", file=sys.stderr, flush=True))
+        finally:
+            kill_all(ahead.children)
     found, failed = judge(arms, rounds)
     print_table(found)
     for line in [*([why] if why else []), *failed]:

@@ -441,7 +441,9 @@ def stub(bench: Callable[[str], Any], folder: Path, arm: str, name: str) -> Any:
     return bench("processes").Child(name, spec, folder, dict(os.environ), command=(sys.executable, str(script)))
 
 
-def test_nothing_runs_beside_measured_steps_and_failures_are_rows(bench: Callable[[str], Any], tmp_path: Path) -> None:
+def test_nothing_runs_beside_measured_steps_and_failures_are_rows(
+    bench: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     arms = ["none", "fails", "dies"]
     started: list[tuple[str, int]] = []
 
@@ -449,9 +451,14 @@ def test_nothing_runs_beside_measured_steps_and_failures_are_rows(bench: Callabl
         started.append((arm, index))
         return stub(bench, tmp_path, arm, f"{arm}-{index}")
 
-    found, why = bench("offload_pairs").measure(arms, 3, start, 600.0, lambda line: None)
+    pairs = bench("offload_pairs")
+    monkeypatch.setattr(pairs, "AHEAD", 4)  # so that a batch is started in the middle of a round
+    ahead = pairs.Ahead(pairs.turns_of(arms, 3), start)
+    assert len(started) == 4
+    found, why = pairs.measure(arms, 3, ahead, 600.0, lambda line: None)
     assert why is None
-    assert started == [(arm, index) for index in range(3) for arm in bench("offload_pairs").order(arms, index)]
+    assert started == [(arm, index) for index in range(3) for arm in pairs.order(arms, index)]
+    assert len(ahead.children) == 9
     assert [{arm: result["status"] for arm, result in rows.items()} for rows in found] == [{"none": "ok", "fails": "oom", "dies": "failed"}] * 3
     assert "OutOfMemoryError: no room" in found[0]["fails"]["error"]
     assert "no import" in found[0]["dies"]["error"]
@@ -462,9 +469,12 @@ def test_nothing_runs_beside_measured_steps_and_failures_are_rows(bench: Callabl
 
 
 def test_no_round_is_begun_that_would_end_too_late(bench: Callable[[str], Any], tmp_path: Path) -> None:
-    found, why = bench("offload_pairs").measure(["none", "a"], 9, lambda arm, i: stub(bench, tmp_path, arm, f"{arm}-{i}"), 0.1, lambda line: None)
+    pairs, arms = bench("offload_pairs"), ["none", "a"]
+    ahead = pairs.Ahead(pairs.turns_of(arms, 3), lambda arm, i: stub(bench, tmp_path, arm, f"{arm}-{i}"))
+    found, why = pairs.measure(arms, 3, ahead, 0.1, lambda line: None)
+    bench("processes").kill_all(ahead.children)
     assert [list(rows) for rows in found] == [["none", "a"]], "a whole one all the same"
-    assert why == "1 of 9 rounds, for lack of time"
+    assert why == "1 of 3 rounds, for lack of time"
 
 
 def test_a_process_that_says_nothing_is_ended(bench: Callable[[str], Any], tmp_path: Path) -> None:
