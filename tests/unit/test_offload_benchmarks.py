@@ -436,7 +436,8 @@ json.dump({"status": "ok", "ms": 1.0}, open(spec["out"], "w"))
 
 def stub(bench: Callable[[str], Any], folder: Path, arm: str, name: str) -> Any:
     script = folder / "stub.py"
-    script.write_text(STUB, encoding="utf-8")
+    if not script.exists():  # others may be reading it
+        script.write_text(STUB, encoding="utf-8")
     spec = {"arm": arm, "wait": True, "notes": str(folder / "notes")}
     return bench("processes").Child(name, spec, folder, dict(os.environ), command=(sys.executable, str(script)))
 
