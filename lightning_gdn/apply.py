@@ -50,6 +50,7 @@ class AppliedPlan:
         self._session = session
         self._takeovers = list(takeovers)
         self.last_step: StepStatistics | None = None
+        self._alike = True  # whether the forwards of that step were like those that the ledger counted
         """What offload did in the step that the last `step_statistics` ended; None without offload."""
 
     def step_statistics(self, device: torch.device | None = None) -> StepStatistics | None:
@@ -66,6 +67,7 @@ class AppliedPlan:
             if device is not None:
                 engines.on(device)
             self.last_step = engines.step_statistics()
+        self._alike, self._session.alike = self._session.alike, True
         return self.last_step
 
     @property
@@ -85,17 +87,18 @@ class AppliedPlan:
 
     @property
     def retained_of(self) -> str:
-        """`every step` without offload. With it what moves can change after the first forward, which the ledger counted: the share `auto`
-        settles, the pool is full. So `last step` once `step_statistics` was called: the mean over that step's forward passes. `first forward`
-        before that, or where the labels named other bytes in that step than as many times those of the first forward. Only this sum is
-        compared: a step whose lengths differ and average to the first one's says `last step`, too."""
+        """`every step` without offload, where all forwards of the last step (all so far, where `step_statistics` is not called) had the shapes of
+        those that the ledger counted. With offload what moves can change: the share `auto` settles, the pool is full. So `last step` once
+        `step_statistics` was called: the mean over that step's forward passes. `first forward` before that, and where that step's forwards had
+        other shapes, dtypes, arguments, modes or frozen weights than those that were counted, or named other bytes."""
         return self._retained()[1]
 
     def _retained(self) -> tuple[int | None, str]:
         counted, engines, step = self.ledger.retained_bytes, self._session.engines, self.last_step
+        alike = self._alike and self._session.alike
         if engines is None:
-            return counted, "every step"
-        if counted is None or engines.offered_bytes is None or step is None or not step.forwards:
+            return counted, "every step" if alike else "first forward"
+        if counted is None or engines.offered_bytes is None or step is None or not step.forwards or not self._alike:
             return counted, "first forward"
         if step.offered_bytes != engines.offered_bytes * step.forwards:
             return counted, "first forward"

@@ -28,7 +28,9 @@ ON_FOREIGN_HOOKS = ("raise", "bypass")
 _runs_eagerly = torch.compiler.disable(reason="lightning_gdn: a block under a plan runs eagerly, because its tape cannot be traced")
 _CARRY = "_lightning_gdn_carry"
 RELEARN = 64
-"""Calls of a block after which it looks at every region's saved tensors again, where something moves."""
+"""Calls of a block in one state after which it looks at every region's saved tensors again, where something moves."""
+STATES = 256
+"""States of which a block remembers what it learned, such as lengths."""
 
 
 class Session:
@@ -41,6 +43,8 @@ class Session:
         """True after undo: copies of the model made meanwhile (EMA, a saved best model) run untouched from then on."""
         self.on_complete: Callable[[], None] | None = None
         """Called once: when every block was instrumented, or at the end for those that were."""
+        self.alike = True
+        """Since this was set, every forward had the shapes and states of those that the ledger counted, as far as that is looked at."""
         self.on_settled: Callable[[int], None] | None = None
         """Called with the bytes that moved and were not freed, when the backward of the instrumented step begins."""
 
@@ -159,9 +163,8 @@ class BlockTakeover(Takeover):
         self._continues, self._carry = continues, plan.carry  # whether the block before hands its output on, whether this one does
         self._moving = Moving.of(plan.moves, session.engines.config) if session.engines is not None else None
         self._weights: set[tuple[tuple[int, ...], torch.dtype]] | None = None
-        self._watch: frozenset[str] | None = None  # see `Mover`
-        self._watched: tuple[Any, ...] = ()  # what `_watch` was learned under
-        self._watch_calls = 0
+        self._watch: dict[tuple[Any, ...], tuple[frozenset[str], int]] = {}  # state -> see `Mover`, and in how many calls it has served
+        self._counted: tuple[Any, ...] | None = None  # the state of the call that the ledger counted
 
     @_runs_eagerly
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -192,30 +195,46 @@ class BlockTakeover(Takeover):
         handed_on: Carry | None = x.__dict__.pop(_CARRY, None) if self._continues else None
         if probe is not None:
             session.ledger.kernels.update(self._adapter.kernels(module, x.device, session.kernels))
-        mover = self._mover(moving, block, x, args, kwargs) if moving is not None and block is not None else None
+        moves = moving is not None and block is not None
+        state = self._state(x, args, kwargs) if moves else (x.shape, x.dtype)
+        if probe is not None:
+            self._counted = state
+        elif state != self._counted:
+            session.alike = False
+        mover = None
+        if moving is not None and block is not None:
+            mover = Mover(moving, block, module, (args, kwargs), x, self._casts(module, x.device), self._watched(state))
         with Tape(self._modes, x.device, probe, handed_on, session.kernels, mover) as tape:
             out = self._run(module, tape, *args, **kwargs)
             carry = tape.carry(out) if self._carry else None
             if mover is not None:
                 mover.returns(out)
         if mover is not None and mover.learned is not None:
-            self._watch, self._watch_calls = mover.learned, 0
+            self._watch[state] = mover.learned, 0
         if carry is not None:
             setattr(out, _CARRY, carry)
         if probe is not None and session.ledger.complete:
             session.complete()
         return out
 
-    def _mover(self, moving: Moving, block: Block, x: Tensor, args: Any, kwargs: Any) -> Mover:
-        """What moves in this call. Which regions' saved tensors matter is learned from a call whose hooks see all of them, and learned anew
-        under another mode or autocast state, and now and then: an alias that is overlooked costs memory, no correctness."""
+    def _state(self, x: Tensor, args: Any, kwargs: Any) -> tuple[Any, ...]:
+        """What decides which tensors a call of this block saves, as far as it is cheap to see."""
         module, kind = self.module, x.device.type
-        casts = torch.is_autocast_enabled(kind)
-        state = module.training, x.requires_grad, casts, torch.get_autocast_dtype(kind) if casts else None
-        self._watch_calls += 1
-        if state != self._watched or self._watch_calls > RELEARN:
-            self._watched, self._watch = state, None
-        return Mover(moving, block, module, (args, kwargs), x, self._casts(module, x.device), self._watch)
+        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        weights = tuple((weight.requires_grad, weight.dtype) for weight in module.parameters())
+        given = tuple(isinstance(arg, Tensor) for arg in args), tuple(name for name, value in kwargs.items() if value is not None)
+        return module.training, x.shape, x.dtype, x.requires_grad, autocast, weights, given
+
+    def _watched(self, state: tuple[Any, ...]) -> frozenset[str] | None:
+        """The regions whose saved tensors matter in this state. None: to be learned from a call whose hooks see all of them, as in a state that
+        is new, and now and then in every one. An alias that is overlooked in between costs memory, no correctness."""
+        watch, calls = self._watch.get(state, (None, 0))
+        if watch is None or calls >= RELEARN:
+            if len(self._watch) >= STATES:
+                self._watch.clear()
+            return None
+        self._watch[state] = watch, calls + 1
+        return watch
 
     def _casts(self, module: nn.Module, device: torch.device) -> set[tuple[tuple[int, ...], torch.dtype]] | None:
         """Shapes and dtypes of weights, where autocast may copy them."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -115,9 +116,9 @@ def test_other_shapes_than_the_first_forwards_are_not_guessed_at() -> None:
 
 
 @pytest.mark.parametrize(
-    ("lengths", "of"), [((65, 65), "last step"), ((33, 97), "last step"), ((33, 33), "first forward"), ((65, 97), "first forward")]
+    ("lengths", "of"), [((65, 65), "last step"), ((33, 97), "first forward"), ((33, 33), "first forward"), ((65, 97), "first forward")]
 )
-def test_lengths_of_a_step_are_compared_by_their_sum(lengths: tuple[int, ...], of: str) -> None:
+def test_a_step_of_other_lengths_is_not_guessed_at(lengths: tuple[int, ...], of: str) -> None:
     model = tiny_qwen3_5()
     with apply_plan(model, moving("offload:mlp@0")) as applied:
         step(model, applied)
@@ -125,7 +126,36 @@ def test_lengths_of_a_step_are_compared_by_their_sum(lengths: tuple[int, ...], o
             model(**tiny_batch(2, tokens)).loss.backward()
         applied.step_statistics()
         assert applied.retained_of == of
-        assert applied.retained_bytes == applied.ledger.retained_bytes, "as the first forward's, which is the mean of both"
+        assert applied.retained_bytes == applied.ledger.retained_bytes, "the first forward's"
+
+
+CHANGES: dict[str, Callable[[torch.nn.Module], object]] = {
+    "frozen": lambda model: model.get_input_embeddings().requires_grad_(False),  # type: ignore[operator]
+    "weights frozen": lambda model: [p.requires_grad_(False) for p in model.model.layers[0].parameters()],  # type: ignore[union-attr]
+    "mode": lambda model: model.eval(),
+    "dtype": lambda model: model.double(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_another_state_of_the_model_is_not_guessed_at(change: str) -> None:
+    model = tiny_qwen3_5()
+    with apply_plan(model, moving("offload:gdn_core_attn")) as applied:
+        for _ in range(2):
+            step(model, applied)
+            assert applied.retained_of == "last step"
+        CHANGES[change](model)
+        step(model, applied)
+        assert (applied.retained_bytes, applied.retained_of) == (applied.ledger.retained_bytes, "first forward")
+
+
+def test_without_offload_other_shapes_are_the_first_forwards() -> None:
+    model = tiny_qwen3_5()
+    with apply_plan(model, ["mlp"]) as applied:
+        for tokens, of in ((65, "every step"), (65, "every step"), (33, "first forward"), (65, "every step")):
+            model(**tiny_batch(2, tokens)).loss.backward()
+            applied.step_statistics()
+            assert applied.retained_of == of
 
 
 def test_engines_of_one_step_count_its_passes_once() -> None:

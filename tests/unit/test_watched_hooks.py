@@ -198,7 +198,7 @@ def test_only_the_regions_that_share_what_moves_are_watched(label: str, regions:
 @pytest.mark.parametrize("name", ["qwen3_5", "stack"])
 @pytest.mark.parametrize("arm", [ALL, "gdn_conv+gdn_norm_out+layernorm+offload:gdn_core_attn"])
 def test_lengths_may_change_in_any_order(name: str, arm: str, watch: Watch) -> None:
-    """Below `min_bytes` in the call that learned, above it later; at lengths where the rule pads and where it does not."""
+    """Below `min_bytes` and above it, and at lengths where the rule pads and where it does not."""
     make, _, lacking = MODELS[name]
     model = make()
     arm = "+".join(part for part in arm.split("+") if part.removeprefix("offload:") not in lacking)
@@ -220,7 +220,7 @@ def test_lengths_may_change_in_any_order(name: str, arm: str, watch: Watch) -> N
             with apply_plan(model, plan) as applied:
                 for index, tokens in enumerate((*order, *order)):
                     call = watch.run(model, forward(tokens), applied)
-                    assert all(learns is (index == 0) for learns in call.learns)
+                    assert all(learns is (index < len(order)) for learns in call.learns), "each length once"
                     assert same(call, control[tokens])
                     assert (call.bytes_out, call.moved, call.unfreed) == (alone[tokens].bytes_out, alone[tokens].moved, 0), (order, tokens)
 
@@ -235,15 +235,16 @@ def test_another_mode_or_autocast_state_is_learned_anew(watch: Watch) -> None:
         (None, low, [True, True]),
         (None, low, [False, False]),
         (None, half, [True, True]),
-        (None, plain, [True, True]),
+        (None, plain, [False, False]),
         (model.eval, plain, [True, True]),
         (None, plain, [False, False]),
-        (model.train, plain, [True, True]),
+        (model.train, plain, [False, False]),
         (lambda: embedding.requires_grad_(False), plain, [True, False]),
         (None, plain, [False, False]),
-        (lambda: embedding.requires_grad_(True), plain, [True, False]),
-        (model.model.layers[1].eval, plain, [False, True]),
+        (lambda: embedding.requires_grad_(True), plain, [False, False]),
+        (lambda: model.model.layers[1].mlp.down_proj.requires_grad_(False), plain, [False, True]),
         (None, plain, [False, False]),
+        (model.double, plain, [True, True]),
     ]
     with apply_plan(model, moving(GDN)) as applied:
         for index, (change, forward, learns) in enumerate(steps):
@@ -300,19 +301,8 @@ def test_an_alias_that_appears_later_is_right_at_once_and_freed_after_it_was_lea
     assert unfreed == [0, 0, *[2 * 33 * 64 * 4] * 3, *[0] * 7], "it costs memory until the block looks at every region again"
 
 
-def test_an_alias_is_learned_from_a_call_in_which_it_was_too_small_to_move(watch: Watch) -> None:
-    model = tiny_qwen3_5(num_hidden_layers=1)
-    handle = model.model.layers[0].post_attention_layernorm.register_forward_hook(lambda module, args, out: out.sigmoid())
-    with apply_plan(model, moving("offload:mlp", min_bytes=20_000)) as applied:
-        small, large = (watch.run(model, hf(model, tokens), applied) for tokens in (3, 130))
-    handle.remove()
-    assert (small.bytes_out, large.learns, large.unfreed) == (0, [False], 0)
-    assert ("gate_up", 2 * 130 * 64 * 4, 3) in large.moved[0], "the linear layers and the norm"
-
-
-def test_a_parameter_that_is_unfrozen_moves_its_input_after_it_was_learned(watch: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_parameter_that_is_unfrozen_moves_its_input_at_once(watch: Watch) -> None:
     """In front of everything that is trained a convolution saves nothing; behind a trained projection it saves that one's output."""
-    monkeypatch.setattr(takeover_module, "RELEARN", 4)
     model = tiny_qwen3_5(num_hidden_layers=1)
     mixer = model.model.layers[0].linear_attn
     for part in (model.get_input_embeddings(), model.model.layers[0].input_layernorm, mixer):
@@ -330,7 +320,7 @@ def test_a_parameter_that_is_unfrozen_moves_its_input_after_it_was_learned(watch
             mixer.in_proj_qkv.requires_grad_(index >= 2)
             call = watch.run(model, hf(model), applied)
             assert same(call, control[index >= 2])
-            assert (call.unfreed, call.moved) == (0, alone[index >= 5].moved)
+            assert (call.unfreed, call.moved) == (0, alone[index >= 2].moved)
 
 
 def test_what_is_saved_between_regions_keeps_the_hooks_open_around_the_whole_block(watch: Watch) -> None:
