@@ -238,7 +238,7 @@ def _is_compiled(model: nn.Module) -> bool:
 
 
 def _no_blocks(model: nn.Module, report: ModelReport) -> ValueError:
-    known = "Hugging Face qwen3_5 (class Qwen3_5DecoderLayer) and qwen3_next (class Qwen3NextDecoderLayer)"
+    known = "Hugging Face qwen3_5 (class Qwen3_5DecoderLayer), qwen3_next (class Qwen3NextDecoderLayer) and GDNStack (class GDNBlock)"
     seen = f" Modules that look like Gated DeltaNet but are of no known family: {', '.join(report.unknown[:5])}." if report.unknown else ""
     return ValueError(
         f"model {type(model).__name__}: 0 blocks were found to take over. Looked for decoder layers with a Gated DeltaNet mixer of {known} in every "
@@ -272,6 +272,7 @@ def apply_plan(
     Raises:
         ValueError: unknown label, no block found, a label no block has a region for, a plan of another model, or gradient
             checkpointing that is already on.
+        TypeError: `model` is no module.
         RuntimeError: the model is under a plan already.
     """
     if kernels not in KERNELS:

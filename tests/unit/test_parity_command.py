@@ -179,7 +179,11 @@ def test_arms_that_move_are_bit_equal_and_move_by_the_recipes_section(tmp_path: 
             f"budget 0.00 (beyond the share @1e-06), resident 0.00 ({LAST}=1); write offload.resident_last_blocks=0 and a larger share after @",
         ),
         ("full+offload:gdn_core_attn", (MOVING,), "nothing that its offload labels name was saved: what a recompute label replays is not there"),
-        ("offload:gdn_in_proj", (MOVING, "trainer.precision=bf16-mixed"), "was saved: frozen weights and passes without gradients save nothing, under"),
+        (
+            "offload:gdn_in_proj",
+            (MOVING, "trainer.precision=bf16-mixed"),
+            "was saved: frozen weights and passes without gradients save nothing, under",
+        ),
         ("offload:mlp", ("offload.resident_last_blocks=99",), "write offload.min_bytes=0 offload.resident_last_blocks=0"),
     ],
 )
