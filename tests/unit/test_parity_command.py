@@ -182,7 +182,7 @@ def test_arms_that_move_are_bit_equal_and_move_by_the_recipes_section(tmp_path: 
         (
             "offload:gdn_in_proj",
             (MOVING, "trainer.precision=bf16-mixed"),
-            "was saved: frozen weights and passes without gradients save nothing, under",
+            "was saved: frozen weights and passes without gradients save nothing, and a later step can save copies",
         ),
         ("offload:mlp", ("offload.resident_last_blocks=99",), "write offload.min_bytes=0 offload.resident_last_blocks=0"),
     ],
