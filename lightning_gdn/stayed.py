@@ -11,7 +11,10 @@ from .offload_config import OffloadConfig
 
 __all__ = ["meaning", "size", "why_stayed"]
 
-_NOT_SAVED = "frozen weights and passes without gradients save nothing, and a later step can save copies instead (of another dtype under autocast, of another layout)"
+_NOT_SAVED = (
+    "frozen weights and passes without gradients save nothing, and a later step can save copies instead (of another dtype under autocast, of "
+    "another layout)"
+)
 _REPLAYED = "what a recompute label replays is not there to be moved: leave that label out of the arm or plan"
 _FIXED = {
     "held": "used outside the block or held by the graph itself: moving it would free nothing",
