@@ -30,7 +30,8 @@ class OffloadTotals:
     def _restart(self) -> None:
         self._out, self._in, self._stall = Series(), Series(), Series()
         self._sums: dict[str, float] = {}
-        self._skipped: dict[str, int] = {}
+        self._stayed: dict[str, int] = {}
+        self._largest_small = 0
 
     def add(self, step: StepStatistics) -> None:
         """Take one step in."""
@@ -46,8 +47,9 @@ class OffloadTotals:
             self._counts[name] = self._counts.get(name, 0) + getattr(step, name)
         for name in self._peaks:
             self._peaks[name] = max(self._peaks[name], getattr(step, name))
-        for reason, nbytes in step.skipped.items():
-            self._skipped[reason] = self._skipped.get(reason, 0) + nbytes
+        for reason, nbytes in step.stayed.items():
+            self._stayed[reason] = self._stayed.get(reason, 0) + nbytes
+        self._largest_small = max(self._largest_small, step.largest_small)
 
     def figures(self) -> dict[str, float | None]:
         """Medians for the loggers; empty if nothing was taken in. Times are None where the copies are simulated."""
@@ -83,5 +85,6 @@ class OffloadTotals:
             "prefetch_oom": counts["prefetch_oom"],
             "fallbacks": counts["fallbacks"],
             "fallback_mib": counts["fallback_bytes"] / MIB,
-            "stayed_mib": {reason: nbytes / MIB / steps for reason, nbytes in self._skipped.items()},
+            "stayed_mib": {reason: nbytes / MIB / steps for reason, nbytes in self._stayed.items()},
+            "largest_small_mib": self._largest_small / MIB,
         }

@@ -152,11 +152,11 @@ class AppliedPlan:
         self.undo()
 
 
-def _check_labels(ledger: Ledger, labels: tuple[str, ...], engines: Engines | None = None) -> None:
+def _check_labels(ledger: Ledger, labels: tuple[str, ...], engines: Engines | None = None, *, recomputes: bool = False) -> None:
     """After the first forward: a label whose regions saved something and that freed nothing is a fault."""
     rows = ledger.by_region()
     if engines is not None:
-        _check_offload(ledger, engines.config, engines)
+        _check_offload(ledger, engines.config, engines, recomputes)
     for name in labels:
         label = LABELS[name]
         regions = [rows[region] for region, _ in label.modes if region in rows]
@@ -173,16 +173,18 @@ def _check_labels(ledger: Ledger, labels: tuple[str, ...], engines: Engines | No
                 )
 
 
-def _check_offload(ledger: Ledger, config: OffloadConfig, engines: Engines) -> None:
+def _check_offload(ledger: Ledger, config: OffloadConfig, engines: Engines, recomputes: bool) -> None:
     found = engines.stayed
     engines.offered_bytes = ledger.moved_bytes + sum(found.values())
     stayed = ", ".join(f"{reason} {nbytes / MIB:.1f} MiB" for reason, nbytes in found.items()) or "nothing"
     _log.info("offload %s: %.1f MiB moved in the first forward; stayed on the device: %s", config, ledger.moved_bytes / MIB, stayed)
     if config.fraction == 0 or config.max_pinned_gib == 0:
         return
-    for name in unmoved_labels(ledger, config):
-        why = why_stayed(found, config, largest_small=engines.largest_small, when="in the first forward")
-        message = f"offload label {name!r} moved nothing in the first step ({OFFLOAD_LABELS[name]}); {why}"
+    unmoved = unmoved_labels(ledger, config)
+    if unmoved:
+        why = why_stayed(found, config, recomputes=recomputes, largest_small=engines.largest_small, when="in the first forward")
+        names, what = ", ".join(map(repr, unmoved)), "; ".join(OFFLOAD_LABELS[name] for name in unmoved)
+        message = f"offload label{'s' if len(unmoved) > 1 else ''} {names} moved nothing in the first step ({what}); {why}"
         warnings.warn(message, FreesNothingWarning, stacklevel=2)
 
 
@@ -239,7 +241,7 @@ def _is_compiled(model: nn.Module) -> bool:
 
 
 def _no_blocks(model: nn.Module, report: ModelReport) -> ValueError:
-    known = "Hugging Face qwen3_5 (class Qwen3_5DecoderLayer) and qwen3_next (class Qwen3NextDecoderLayer)"
+    known = "Hugging Face qwen3_5 (class Qwen3_5DecoderLayer), qwen3_next (class Qwen3NextDecoderLayer) and GDNStack (class GDNBlock)"
     seen = f" Modules that look like Gated DeltaNet but are of no known family: {', '.join(report.unknown[:5])}." if report.unknown else ""
     return ValueError(
         f"model {type(model).__name__}: 0 blocks were found to take over. Looked for decoder layers with a Gated DeltaNet mixer of {known} in every "
@@ -273,6 +275,7 @@ def apply_plan(
     Raises:
         ValueError: unknown label, no block found, a label no block has a region for, a plan of another model, or gradient
             checkpointing that is already on.
+        TypeError: `model` is no module.
         RuntimeError: the model is under a plan already.
     """
     if kernels not in KERNELS:
@@ -303,7 +306,8 @@ def apply_plan(
         _log.info("torch.compile: taken-over blocks run eagerly, one graph break per block; the rest stays compiled")
     applied = AppliedPlan(report, plan, selection, session, _install(report, plan, session))
     # Not a method of `applied`: session -> applied -> session would keep a dropped model until the garbage collector runs.
-    session.on_complete = partial(_check_labels, session.ledger, selection.labels if selection is not None else (), engines)
+    named = selection.labels if selection is not None else ()
+    session.on_complete = partial(_check_labels, session.ledger, named, engines, recomputes=plan.recomputes)
     session.on_settled = _say_unfreed
     return applied
 

@@ -50,7 +50,13 @@ def _looks_like_gdn(module: nn.Module) -> bool:
 
 
 def inspect_model(model: nn.Module) -> ModelReport:
-    """Find the blocks of every known family in a model, through any nesting."""
+    """Find the blocks of every known family in a model, through any nesting.
+
+    Raises:
+        TypeError: `model` is no module.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected a torch.nn.Module, got {model!r:.60} ({type(model).__name__}); pass the model itself, built already")
     adapters = imported_adapters()
     blocks: list[FoundBlock] = []
     stacks: dict[str, nn.Module] = {}

@@ -181,10 +181,10 @@ def read_offload(argument: str | Sequence[str] | OffloadConfig) -> OffloadConfig
         return argument if argument.labels else None
     said = f"offload={argument!r}"
     if isinstance(argument, str):
-        return parse_offload(argument, said=said, recompute=LABELS)
+        return parse_offload(argument, said=said, recompute=(*LABELS, "full"))
     names: Any = argument
     if isinstance(names, Sequence) and not isinstance(names, bytes) and all(isinstance(name, str) for name in names):
-        return parse_offload("+".join(names), said=said, recompute=LABELS) if names else None
+        return parse_offload("+".join(names), said=said, recompute=(*LABELS, "full")) if names else None
     raise ValueError(
         f"offload: expected a label, a list of labels ([] for none) or an OffloadConfig, got {argument!r}. "
         f"Offload labels: {', '.join(OFFLOAD_LABELS)}"
@@ -199,7 +199,7 @@ def _offload(parts: Sequence[str], argument: str | Sequence[str] | OffloadConfig
     text = "+".join(parts)
     if given is not None:
         raise ValueError(f"offload is given twice: as {text!r} among the labels and as offload={argument!r}; write it once")
-    return parse_offload(text, recompute=LABELS)
+    return parse_offload(text, recompute=(*LABELS, "full"))
 
 
 def _full_from_text(text: str) -> FullRecompute:

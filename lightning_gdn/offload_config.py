@@ -161,7 +161,7 @@ def _check_label(name: str, said: str, recompute: Collection[str] = ()) -> None:
     bare = _bare(name)
     if bare in OFFLOAD_LABELS:  # only from `OffloadConfig`: text was taken apart before
         hint = f" (write {bare!r}; the share of the bytes is `fraction`)"
-    elif name in recompute:
+    elif name.partition(":")[0] in recompute:  # also full:block:6
         hint = " (it is a recompute label: write it without offload)"
     else:
         hint = _hint(name, OFFLOAD_LABELS)

@@ -56,6 +56,11 @@ class Plan:
         """True if nothing is recomputed or moved: then nothing is installed either."""
         return all(block.is_keep for block in self.blocks)
 
+    @property
+    def recomputes(self) -> bool:
+        """True if something is replayed in backward."""
+        return any(mode in (Mode.RECOMPUTE, Mode.RECOMPUTE_INSIDE) for block in self.blocks for _, mode in block.modes)
+
     @classmethod
     def from_labels(cls, selection: Selection, layouts: Sequence[BlockLayout]) -> Plan:
         """Resolve labels against the blocks of a model.

@@ -5,15 +5,17 @@ The first step's warning, parity and a comparison say it in these words.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from .offload_config import OffloadConfig
 
 __all__ = ["meaning", "size", "why_stayed"]
 
-NOTHING_THERE = (
-    "its labels name nothing that this plan keeps: what a recompute label replays is not there to be moved; leave that label out of the arm or plan"
+_NOT_SAVED = (
+    "frozen weights and passes without gradients save nothing, and a later step can save copies instead (of another dtype under autocast, of "
+    "another layout)"
 )
+_REPLAYED = "what a recompute label replays is not there to be moved: leave that label out of the arm or plan"
 _FIXED = {
     "held": "used outside the block or held by the graph itself: moving it would free nothing",
     "weight_cast": "autocast's copies of weights",
@@ -44,38 +46,52 @@ def meaning(reason: str, config: OffloadConfig | None) -> str:
     return _FIXED.get(reason, "")
 
 
-def why_stayed(stayed: Mapping[str, float], config: OffloadConfig | None, *, largest_small: int = 0, when: str = "per step") -> str:
+def why_stayed(
+    stayed: Mapping[str, float],
+    config: OffloadConfig | None,
+    *,
+    recomputes: bool = False,
+    largest_small: int | None = None,
+    when: str = "per step",
+) -> str:
     """Why nothing moved, and what to do about it, as the end of a sentence.
 
     Args:
-        stayed: reason -> bytes, as `StepStatistics.stayed`.
+        stayed: reason -> bytes, as `StepStatistics.stayed`: sums over all offload labels, and said to be that where there are several.
         config: None if it is not known; then no values are named.
-        largest_small: bytes of the largest storage below `min_bytes`; 0 if not known.
+        recomputes: recompute labels are in force as well.
+        largest_small: as `StepStatistics.largest_small`; None if it is not known.
         when: what the bytes are of.
     """
     found = {reason: nbytes for reason, nbytes in stayed.items() if nbytes}
     if not found:
-        return NOTHING_THERE
+        reasons = f"{_REPLAYED}; or, as without it, {_NOT_SAVED}" if recomputes else f"{_NOT_SAVED}; leave the offload label out"
+        return f"nothing that its offload labels name was saved: {reasons}"
+    small_and_last = found.get("min_bytes", 0) > 0 and largest_small == 0
     told = []
     for reason, nbytes in found.items():
         words = meaning(reason, config)
         if reason == "min_bytes" and largest_small:
             words += f", the largest {size(largest_small)}"
+        elif reason == "min_bytes" and small_and_last:
+            words += f", and all {meaning('resident', config)}"
         told.append(f"{reason} {size(nbytes)}" + (f" ({words})" if words else ""))
-    return f"stayed {when}: {', '.join(told)}; {_remedy(found, config)}"
+    several = config is not None and len(config.labels) > 1
+    of_all, for_them = (", of all offload labels together (one by itself has its own figures)", "for these ") if several else ("", "")
+    return f"stayed {when}{of_all}: {', '.join(told)}; {for_them}{_remedy(found, config, last=small_and_last)}"
 
 
-def _remedy(found: Mapping[str, float], config: OffloadConfig | None) -> str:
+def _remedy(found: Collection[str], config: OffloadConfig | None, *, last: bool) -> str:
     capped = config is None or config.max_pinned_gib is not None
     written = {"min_bytes": "offload.min_bytes=0", "resident": "offload.resident_last_blocks=0"}
     if capped:
         written["pool full"] = "offload.max_pinned_gib=null"
-    overrides = " ".join(override for reason, override in written.items() if reason in found)
+    overrides = " ".join(override for reason, override in written.items() if reason in found or (last and reason == "resident"))
     share = "a larger share after @" if "budget" in found else ""
     remedies = []
     if overrides or share:
         remedies.append(f"write {' and '.join(filter(None, [overrides, share]))}")
-    if "min_bytes" in found:
+    if "min_bytes" in found and not last:
         remedies.append("take larger sizes")
     if "pool full" in found and not capped:
         remedies.append("free host memory (of all processes of the machine, and what `ulimit -l` allows)")

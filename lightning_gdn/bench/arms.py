@@ -207,7 +207,14 @@ def _names(text: str, prefix: str) -> tuple[str, ...]:
             raise UserError(f"{text!r}: {name!r} stands alone; write {write}")
         if prefix == _ON_CPU and name in OFFLOAD_MOVES:
             raise UserError(f"{text!r}: {_no_rival(name)}; write {SAVE_ON_CPU}, around the whole forward")
-        close = nearest(name, valid)
+        if ":" in name or name in (HF, SELECTIVE, SAVE_ON_CPU):
+            raise UserError(
+                f"{text!r}: a rival stands alone, got {name!r} joined with it; its own names are joined as {prefix}gdn_conv+mlp, "
+                "another arm is separated by a comma"
+            )
+        moved = name.partition("@")[0]
+        regions = "+".join(region for region, _ in OFFLOAD_MOVES.get(moved, ())) if moved not in valid else ""
+        close = regions or nearest(name, valid)
         hint = f" (did you mean {prefix}{close}?)" if close else ""
         raise UserError(f"{text!r}: {name!r} is no label and no region{hint}. Valid after {prefix} are {', '.join(valid)}")
     return tuple(dict.fromkeys(names))

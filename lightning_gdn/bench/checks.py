@@ -56,6 +56,8 @@ def _check_type(key: str, value: object, wanted: Any) -> None:
         hint = ""
         if isinstance(value, bool) and wanted is str:
             hint = "; YAML reads yes, no, on and off as true or false: put the word in quotes"
+        elif isinstance(value, list) and key in ("plan.arm", "compare.arms"):
+            hint = f"; the labels of one arm are joined by '+': write {'+'.join(map(str, value))}"
         elif isinstance(value, Mapping) and key in ("plan.arm", "compare.arms"):
             word = f"{next(iter(value), '')}:"
             hint = f"; YAML reads {word!r} as a section: write a name right after the colon, without a space, for instance offload:gdn_core_attn"
@@ -87,8 +89,9 @@ def check_given(in_file: Collection[str], overriding: Collection[str], model: Ma
         fixed = [name for name in dict.fromkeys([*beside, *overriding]) if name not in SAVED_FIELDS]
         if fixed:
             raise UserError(
-                f"{_named(fixed)}: the model saved in model.path={path!r} has its own, got {_values(fixed, model)}; {_away(fixed, beside, source)}, "
-                f"or leave out model.path for random weights. Fields beside model.path: {_fields(SAVED_FIELDS - {'path'})}"
+                f"{_named(fixed)}: a saved model has its own, expected none beside model.path={path!r}, "
+                f"{_got(fixed, beside, overriding, model, source)}, or leave out model.path for random weights. "
+                f"Fields beside model.path: {_fields(SAVED_FIELDS - {'path'})}"
             )
         return
     foreign = [name for name in dict.fromkeys([*in_file, *overriding]) if name not in FAMILY_FIELDS[family] and name != "path"]
@@ -97,8 +100,7 @@ def check_given(in_file: Collection[str], overriding: Collection[str], model: Ma
     having = [other for other, fields in FAMILY_FIELDS.items() if fields.issuperset(foreign)]
     others = " or ".join(f"model.family={other}" for other in having)
     raise UserError(
-        f"{_named(foreign)}: {family} has no such field{'s' if len(foreign) > 1 else ''}, "
-        f"got {_values(foreign, model)}; {_away(foreign, in_file, source)}"
+        f"{_named(foreign)}: {family} has no such field{'s' if len(foreign) > 1 else ''}, {_got(foreign, in_file, overriding, model, source)}"
         f"{f', or write {others}' if having else ''}. "
         f"Fields of {family}: {_fields(FAMILY_FIELDS[family])}"
     )
@@ -108,19 +110,18 @@ def _named(names: Sequence[str]) -> str:
     return ", ".join(f"model.{name}" for name in names)
 
 
-def _values(names: Sequence[str], model: Mapping[str, Any]) -> str:
-    return ", ".join(repr(model[name]) for name in names)
-
-
 def _fields(names: Collection[str]) -> str:
     return ", ".join(name for name in SECTIONS["model"] if name in names)
 
 
-def _away(names: Sequence[str], in_file: Collection[str], source: str) -> str:
-    """Where to take these fields out: of the file, the command line, or both."""
-    of_file = sum(name in in_file for name in names)
-    them = "them" if len(names) > 1 else "it"
-    return f"leave {them} out" if not of_file else f"take {them} out of {source}" if of_file == len(names) else f"leave {them} out, also of {source}"
+def _got(names: Sequence[str], in_file: Collection[str], overriding: Collection[str], model: Mapping[str, Any], source: str) -> str:
+    """Each field with its value and who gave it, and where to take it out."""
+    hands: dict[str, list[str]] = {}
+    for name in names:
+        over = f", over that in {source}," if name in in_file else ""
+        hands.setdefault(f"on the command line{over}" if name in overriding else f"in {source}", []).append(f"{name}={model[name]!r}")
+    told = " and ".join(f"{', '.join(pairs)} {where}" for where, pairs in hands.items())
+    return f"got {told.removesuffix(',')}; take {'them' if len(names) > 1 else 'it'} out there"
 
 
 def check_values(recipe: Recipe) -> None:

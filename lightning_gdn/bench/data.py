@@ -21,7 +21,7 @@ from .schema import DataConfig, Recipe
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
-__all__ = ["BYTES", "Text", "Windows", "check_vocabulary", "make_loaders", "read_text"]
+__all__ = ["BYTES", "Text", "Windows", "check_vocabulary", "make_loaders", "read_text", "saved_family"]
 
 BYTES = 256
 """Size of the byte vocabulary: token ids 0 to 255."""
@@ -137,8 +137,17 @@ def _hidden(relative: Path) -> bool:
     return any(part.startswith(".") for part in relative.parts)
 
 
+def saved_family(path: str) -> str | None:
+    """The family of the model in a folder; None if it is none of a recipe's, or if the folder cannot be read."""
+    try:
+        found = json.loads((Path(path).expanduser() / "config.json").read_text(encoding="utf-8"))
+        return {"qwen3_5": "qwen3_5", "qwen3_5_text": "qwen3_5", "qwen3_next": "qwen3_next"}.get(str(found.get("model_type")))
+    except (OSError, ValueError, AttributeError):
+        return None
+
+
 def check_vocabulary(recipe: Recipe) -> None:
-    """Raise `UserError` if the model has fewer than 256 token ids, or `model.path` is no readable model folder."""
+    """Raise `UserError` if the model has fewer than 256 token ids, or `model.path` is no readable model folder or of another family."""
     size: object = recipe.model.vocab_size
     where = "model.vocab_size"
     if recipe.model.path is not None:
@@ -153,6 +162,14 @@ def check_vocabulary(recipe: Recipe) -> None:
             raise UserError(f"model.path: {recipe.model.path} has no config.json; give a local folder written by save_pretrained") from None
         except (OSError, ValueError) as error:
             raise UserError(f"model.path: {folder / 'config.json'} cannot be read: {error}") from None
+        if not isinstance(found, dict):
+            raise UserError(f"model.path: {folder / 'config.json'} cannot be read: expected an object, got {type(found).__name__}")
+        family = saved_family(recipe.model.path)
+        if family is not None and family != recipe.model.family:
+            raise UserError(
+                f"model.family: expected {family}, that of the model in model.path={recipe.model.path!r}, got {recipe.model.family!r}; "
+                f"write model.family={family} or leave it out, or take another folder"
+            )
         text = found.get("text_config") or {}
         size = found.get("vocab_size") or text.get("vocab_size")
         where = f"vocab_size in {folder / 'config.json'}"

@@ -7,10 +7,13 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
+from ..labels import Selection
 from ..offload_config import OffloadConfig
 from ..stayed import why_stayed
+from .arms import configured, parse
 from .pareto import analyse
 from .records import SCHEMA, check_alike, losses_of, not_finite
+from .schema import OffloadSection
 
 __all__ = ["COLUMNS", "CONTROL", "judge", "loss_difference"]
 
@@ -170,6 +173,7 @@ def _offload(records: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     return {
         **{name: _median(each) for name, each in values.items()},
         "stayed_mib": told[0].get("stayed_mib") or {},
+        "largest_small_mib": told[0].get("largest_small_mib"),
         "asked": shares[0]["asked"] if shares else None,
         "share": _spread([found["fraction"] for found in shares]),
         "settled": all(found["settled"] for found in shares),
@@ -187,17 +191,24 @@ def _unmoved(entry: Mapping[str, Any], recipe: Mapping[str, Any] | None) -> str 
     moved = entry["offload"]
     if not moved or moved["out_mib"] or entry["status"] != "ok":
         return None
-    why = why_stayed({reason: mib * 2**20 for reason, mib in moved["stayed_mib"].items()}, _offload_config(recipe, moved["asked"]))
+    chosen, largest = parse(entry["arm"]), moved["largest_small_mib"]
+    assert isinstance(chosen, Selection)  # a rival moves nothing of its own
+    why = why_stayed(
+        {reason: mib * 2**20 for reason, mib in moved["stayed_mib"].items()},
+        _offload_config(recipe, chosen),
+        recomputes=bool(chosen.recompute),
+        largest_small=None if largest is None else round(largest * 2**20),
+    )
     settled = f" at the share of {moved['share']['median']:g} that auto settled on" if moved["asked"] == "auto" and moved["share"] else ""
     return f"{entry['arm']}: moved nothing to the host in its steady steps{settled}; {why}"
 
 
-def _offload_config(recipe: Mapping[str, Any] | None, share: float | str | None) -> OffloadConfig | None:
-    """How an arm of this share was to move; None where the recipe, as saved, does not say it: of `${oc.env:...}` it has the name."""
+def _offload_config(recipe: Mapping[str, Any] | None, chosen: Selection) -> OffloadConfig | None:
+    """How an arm was to move; None where the recipe, as saved, does not say it: of `${oc.env:...}` it has the name."""
     section = (recipe or {}).get("offload")
-    if section is None or share is None or any(isinstance(value, str) for value in section.values()):
+    if section is None or any(isinstance(value, str) for value in section.values()):
         return None
-    return OffloadConfig(labels=(), fraction=share, **section)
+    return configured(chosen, OffloadSection(**section)).offload
 
 
 def _losses(arm: str, pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> dict[str, Any]:

@@ -262,13 +262,13 @@ def _moved(applied: Any, steps: int = 1) -> Moved | None:
         return None
     found = applied.step_statistics()
     stayed = {reason: nbytes // steps for reason, nbytes in found.stayed.items()} if found is not None else {}
-    largest = found.largest_small if found is not None else 0
+    largest = found.largest_small if found is not None else None
     return Moved(
         nbytes=found.bytes_out // steps if found is not None else 0,
         share=config.fraction,
         stayed=stayed,
         unmoved=tuple(unmoved_labels(applied.ledger, config)),
-        why=why_stayed(stayed, config, largest_small=largest),
+        why=why_stayed(stayed, config, recomputes=applied.plan.recomputes, largest_small=largest),
     )
 
 

@@ -123,6 +123,7 @@ def caption(record: Mapping[str, Any]) -> list[str]:
             else "peak n/a: this device does not count what is allocated"
         ),
         "costs: the arm's replays, timed in steps of its own, for all micro-batches of a step",
+        "offload labels and the section offload have no part here: what moves is measured by lightning-gdn compare and checked by parity",
     ]
     if abs(control["by_region_delta_ms"]) >= BOOKS_PCT / 100 * step["median"]:
         lines.append(f"run region by region, nothing recomputed, a step takes {control['by_region_delta_ms']:+.1f} ms: in every arm, in no replay")

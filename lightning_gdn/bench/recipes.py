@@ -19,6 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from .checks import check_given, check_types, check_values
+from .data import saved_family
 from .errors import UserError, nearest, one_line
 from .schema import FAMILY_FIELDS, SAVED_FIELDS, SECTIONS, TOP, Recipe
 
@@ -72,9 +73,12 @@ def load(name: str, overrides: Sequence[str] = ()) -> Loaded:
     merged: Any = OmegaConf.to_container(OmegaConf.merge(OmegaConf.create(defaults), OmegaConf.create(raw)), resolve=False)
     plain = _resolve(merged, path)
     check_types(plain)
-    check_given(_model_keys(written), _model_keys(overriding), plain["model"], path.name)
-    if plain["model"]["path"] is not None:  # whose sizes are its own: those of a recipe for random weights are no part of this run
+    in_file, overridden, folder = _model_keys(written), _model_keys(overriding), plain["model"]["path"]
+    check_given(in_file, overridden, plain["model"], path.name)
+    if folder is not None:  # whose sizes are its own: those of a recipe for random weights are no part of this run, nor is their family
         merged["model"] |= {key: value for key, value in defaults["model"].items() if key not in SAVED_FIELDS}
+        if "family" not in [*(in_file if "path" in in_file else ()), *overridden]:
+            merged["model"]["family"] = saved_family(folder) or merged["model"]["family"]
         plain = _resolve(merged, path)
     try:
         recipe = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Recipe), OmegaConf.create(plain)))

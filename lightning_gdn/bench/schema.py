@@ -35,7 +35,8 @@ class ModelConfig:
 
     family: str = "qwen3_5"
     """What is built when `path` is not given: `qwen3_5` (dense hybrid), `qwen3_next` (hybrid with mixture of experts), or `gdn_stack`
-    (Gated DeltaNet layers only, no MLP, no attention). A field that the family does not have (`FAMILY_FIELDS`) is an error."""
+    (Gated DeltaNet layers only, no MLP, no attention). A field that the family does not have (`FAMILY_FIELDS`) is an error. Given beside `path`
+    it must be that of the saved model."""
     path: str | None = None
     """Local folder written by `save_pretrained`, whose sizes are its own. Nothing is downloaded. A size beside it (all but `SAVED_FIELDS`) is an
     error; the sizes of a file of random weights do not count where the command line says `model.path=FOLDER`."""

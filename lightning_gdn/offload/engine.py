@@ -102,7 +102,7 @@ class Engine:
 
     @property
     def largest_small(self) -> int:
-        """Bytes of the largest storage that stayed for `min_bytes` since the last `step_statistics`; 0 of none."""
+        """As `StepStatistics.largest_small`, since the last `step_statistics`."""
         return self._recorder.largest_small
 
     def close(self) -> None:
@@ -186,9 +186,12 @@ class Engine:
 
     def _admit(self, block: Block, nbytes: int) -> bool:
         recorder, forward = self._recorder, block._pass
+        resident = block.index >= block._count - self.config.resident_last_blocks
         if nbytes < self.config.min_bytes:
             recorder.skip("min_bytes", nbytes)
-        elif block.index >= block._count - self.config.resident_last_blocks:
+            if not resident:
+                recorder.largest_small = max(recorder.largest_small, nbytes)
+        elif resident:
             recorder.skip("resident", nbytes)
         else:
             recorder.add("eligible_bytes", nbytes)

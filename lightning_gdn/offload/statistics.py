@@ -66,7 +66,7 @@ class StepStatistics:
     forwards: int = 0
     """Forward passes begun: micro-batches, each with gradients."""
     largest_small: int = 0
-    """Bytes of the largest storage that stayed for `min_bytes`."""
+    """Bytes of the largest storage that stayed for `min_bytes` alone: of none in a resident block, which would stay anyway."""
 
     def without_times(self) -> StepStatistics:
         """The counts alone."""
@@ -171,8 +171,6 @@ class Recorder:
     def skip(self, reason: str, nbytes: int) -> None:
         """Count bytes that stay by intent."""
         self.skipped[reason] = self.skipped.get(reason, 0) + nbytes
-        if reason == "min_bytes":
-            self.largest_small = max(self.largest_small, nbytes)
 
     def mark(self, stream: Stream) -> Event | None:
         """A timing event, if times are taken."""

@@ -47,6 +47,18 @@ def test_h01_a_model_without_gdn_is_an_error(wanted: Any) -> None:
     assert apply_plan(model, []).plan.is_control, "the control needs no blocks"
 
 
+@pytest.mark.parametrize("other", [None, "qwen3_5", Qwen3_5DecoderLayer, [nn.Linear(4, 4)]])
+def test_what_is_no_module_is_an_error(other: Any) -> None:
+    for call in (
+        lambda: apply_plan(other, "gdn_conv"),
+        lambda: apply_plan(other, []),
+        lambda: inspect_model(other),
+        lambda: instrument(other).__enter__(),
+    ):
+        with pytest.raises(TypeError, match=r"model: expected a torch.nn.Module, got .*; pass the model itself"):
+            call()
+
+
 def test_h01_a_model_with_attention_blocks_only_is_an_error() -> None:
     model = tiny_qwen3_5(layer_types=["full_attention"] * 4)
     with pytest.raises(ValueError, match="0 blocks"):

@@ -160,6 +160,8 @@ def test_model_folders_that_are_none(tmp_path: Path) -> None:
     assert "no config.json" in check(tmp_path)
     (tmp_path / "config.json").write_text("{", encoding="utf-8")
     assert "cannot be read" in check(tmp_path)
+    (tmp_path / "config.json").write_text("[]", encoding="utf-8")
+    assert "cannot be read: expected an object, got list" in check(tmp_path)
     (tmp_path / "config.json").write_text('{"text_config": {"vocab_size": 100}}', encoding="utf-8")
     assert "no weights" in check(tmp_path)
     weights = tmp_path / "model.safetensors"

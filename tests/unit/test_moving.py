@@ -445,6 +445,14 @@ def test_a_label_that_moves_nothing_is_reported_with_the_reason() -> None:
             model(**tiny_batch()).loss.backward()
 
 
+def test_labels_that_move_nothing_are_reported_together() -> None:
+    model = tiny_qwen3_5()
+    together = r"labels 'mlp', 'core_attn' moved nothing in the first step \(.*; .*\); stayed in the first forward, of all offload labels together"
+    with pytest.warns(FreesNothingWarning, match=together) as warned, apply_plan(model, "offload:mlp+offload:core_attn"):
+        model(**tiny_batch()).loss.backward()
+    assert len(warned) == 1
+
+
 def test_validation_and_frozen_passes_bypass_the_engine() -> None:
     model = tiny_qwen3_5()
     with apply_plan(model, moving("offload:gdn_core_attn")) as applied:

@@ -38,6 +38,8 @@ TEXTS = {
     "gdn-core-attn@0.5": "unknown offload label 'gdn-core-attn' (did you mean 'gdn_core_attn'?)",
     "GDN_CORE_ATTN": "unknown offload label 'GDN_CORE_ATTN' (did you mean 'gdn_core_attn'?)",
     "layernorm": "unknown offload label 'layernorm' (it is a recompute label: write it without offload)",
+    "full": "unknown offload label 'full' (it is a recompute label: write it without offload)",
+    "full:block:3": "unknown offload label 'full:block:3' (it is a recompute label: write it without offload)",
     "zzz": "unknown offload label 'zzz'. Offload labels",
 }
 """What stands after `offload:` -> what is said of it."""
@@ -236,6 +238,8 @@ def test_the_command_line_says_one_line_and_starts_nothing(
         ("plan.arm=Offload:mlp", ("written offload:LABEL",)),
         ("plan.arm=offload:", ("plan.arm: expected text, got {'offload': None}", "YAML reads 'offload:' as a section", "right after the colon")),
         ("plan.arm=offload: mlp", ("got {'offload': 'mlp'}", "without a space, for instance offload:gdn_core_attn")),
+        ("plan.arm=[gdn_conv,offload:mlp]", ("plan.arm: expected text, got [", "joined by '+': write gdn_conv+offload:mlp")),
+        ("compare.arms=[none,[gdn_conv,offload:mlp]]", ("joined by '+': write gdn_conv+offload:mlp",)),
         ("plan.arm=full:", ("YAML reads 'full:' as a section",)),
         ("plan.arm=mlp+offload:mlp@0.5+mlp_act@0.5", ("unknown label 'mlp_act@0.5'",)),
         ("plan.arm=mlp+offload:block_input", ("offload label 'block_input' needs whole-block recompute",)),

@@ -229,10 +229,18 @@ def test_a_given_share_that_moves_nothing_is_noted() -> None:
     spread = dict.fromkeys(("median", "p95", "max", "min", "mean"), 0.0)
     names = ("out_gb_s", "in_gb_s", "stall_ms", "hidden_share", "pinned_held_mib", "fallbacks")
     told = {"out_mib": spread, "in_mib": spread, **dict.fromkeys(names, 0.0), "stayed_mib": {"min_bytes": 3.0, "resident": 0.0}}
-    arm = record("a", monitor={**record("a")["monitor"], "offload": told})
-    result = judge([record("none"), arm], name="x", arms=["none", "a"])
-    small, or_larger = "min_bytes 3.0 MiB (below offload.min_bytes)", "; write offload.min_bytes=0, or take larger sizes"
-    assert result["notes"] == ["a: moved nothing to the host in its steady steps; stayed per step: " + small + or_larger]
+    name = "gdn_conv+offload:mlp"
+
+    def notes(**changes: Any) -> list[str]:
+        arm = record(name, monitor={**record(name)["monitor"], "offload": told | changes})
+        return judge([record("none"), arm], name="x", arms=["none", name])["notes"]
+
+    head = f"{name}: moved nothing to the host in its steady steps; "
+    small, or_larger = "stayed per step: min_bytes 3.0 MiB (below offload.min_bytes", "); write offload.min_bytes=0, or take larger sizes"
+    assert notes() == [f"{head}{small}{or_larger}"]
+    assert notes(largest_small_mib=0.5) == [f"{head}{small}, the largest 512.0 KiB{or_larger}"]
+    assert notes(stayed_mib={})[0].startswith(f"{head}nothing that its offload labels name was saved: what a recompute label replays")
+    result = judge([record("none"), record(name, monitor={**record(name)["monitor"], "offload": told})], name="x", arms=["none", name])
     assert not result["problems"], "a comparison measures; what it proves of bits is parity's"
 
 
@@ -241,12 +249,14 @@ def test_totals_begin_anew_where_the_share_changes() -> None:
     plain = StepStatistics(
         fraction=1.0, bytes_out=2**20, skipped={"min_bytes": 2**20}, fallbacks=1, buffers_in_use=0, **dict.fromkeys(counts.split(), 0)
     )
+    plain = replace(plain, fallback_bytes=2**19, largest_small=2**18)
     totals = OffloadTotals()
     for each in (plain, plain, replace(plain, fraction=0.5, bytes_out=2**19, pinned_held=7), replace(plain, fraction=0.5, bytes_out=2**19)):
         totals.add(each)
     found = totals.summary()
     assert found is not None
-    assert (found["steps"], found["fraction"], found["out_mib"]["max"], found["stayed_mib"]) == (2, 0.5, 0.5, {"min_bytes": 1.0})
+    assert (found["steps"], found["fraction"], found["out_mib"]["max"], found["largest_small_mib"]) == (2, 0.5, 0.5, 0.25)
+    assert found["stayed_mib"] == {"min_bytes": 1.0, "pool full": 0.5}
     assert (found["fallbacks"], found["pinned_held_mib"]) == (4, 7 / 2**20), "of all steps"
 
 

@@ -81,6 +81,7 @@ def test_h01_a_model_without_gated_deltanet_is_an_error_and_the_control_trains_i
     message = refused(_NoGdn(), GDNRecomputeStrategy(PLAN), ValueError)
     assert "0 blocks were found" in message
     assert "Qwen3_5DecoderLayer" in message
+    assert "GDNStack" in message
     assert "recompute=[]" in message
     _, trainer = train(GDNRecomputeStrategy([]), _NoGdn)
     assert trainer.global_step == 2

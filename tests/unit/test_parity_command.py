@@ -162,7 +162,8 @@ def test_arms_that_move_are_bit_equal_and_move_by_the_recipes_section(tmp_path: 
 @pytest.mark.parametrize(
     ("arm", "overrides", "why"),
     [
-        *((f"offload:{label}", (), SMALL) for label in ("gdn_core_attn", "gdn_in_proj", "gdn_norm_out", "core_attn", "mlp")),
+        *((f"offload:{label}", (), SMALL) for label in ("gdn_core_attn", "gdn_in_proj", "gdn_norm_out", "mlp")),
+        ("offload:core_attn", (), f"and all {LAST}=1); write offload.min_bytes=0 offload.resident_last_blocks=0"),
         ("full+offload:block_input", (), SMALL),
         ("gdn_conv+offload:mlp@auto", (), "write offload.min_bytes=0"),
         ("offload:core_attn", (MOVING,), f"stayed per step: resident 0.00 ({LAST}=1); write offload.resident_last_blocks=0"),
@@ -177,7 +178,13 @@ def test_arms_that_move_are_bit_equal_and_move_by_the_recipes_section(tmp_path: 
             (MOVING,),
             f"budget 0.00 (beyond the share @1e-06), resident 0.00 ({LAST}=1); write offload.resident_last_blocks=0 and a larger share after @",
         ),
-        ("full+offload:gdn_core_attn", (MOVING,), "its labels name nothing that this plan keeps: what a recompute label replays is not there"),
+        ("full+offload:gdn_core_attn", (MOVING,), "nothing that its offload labels name was saved: what a recompute label replays is not there"),
+        (
+            "offload:gdn_in_proj",
+            (MOVING, "trainer.precision=bf16-mixed"),
+            "was saved: frozen weights and passes without gradients save nothing, and a later step can save copies",
+        ),
+        ("offload:mlp", ("offload.resident_last_blocks=99",), "write offload.min_bytes=0 offload.resident_last_blocks=0"),
     ],
 )
 def test_an_arm_that_was_to_move_something_and_moved_nothing_is_no_pass(
@@ -204,7 +211,7 @@ def test_a_share_of_zero_and_a_label_without_bytes_are_noted(tmp_path: Path) -> 
     assert [entry["verdict"] for entry in record["arms"]] == ["bit-equal", "bit-equal"]
     assert record["notes"][0] == "offload:mlp@0: moves nothing by its share of 0, as the control"
     assert record["notes"][1].startswith(
-        "offload:gdn_core_attn+offload:core_attn: nothing of core_attn moved, of which it proves nothing; stayed per step"
+        "offload:gdn_core_attn+offload:core_attn: nothing of core_attn moved, of which it proves nothing; stayed per step, of all offload labels"
     )
     assert record["arms"][1]["moved"]["unmoved_labels"] == ["core_attn"]
 

@@ -138,6 +138,7 @@ def test_tables_fit_a_hundred_columns_and_the_picture_is_drawn(profiled: tuple[L
         assert f"{entry['cost_pct']:+.2f} %" in text
     assert "not replayed" in text
     assert any("peak n/a" in line for line in caption(record))
+    assert any(line.startswith("offload labels and the section offload have no part here") for line in caption(record))
     draw_profile(record, tmp_path / "profile.png")
     assert (tmp_path / "profile.png").stat().st_size > 10_000
 

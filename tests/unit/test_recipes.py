@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 from pathlib import Path
 
 import pytest
@@ -153,14 +154,14 @@ def test_a_field_that_the_family_does_not_have_is_an_error(family: str, name: st
     for value in (OTHER_VALUES.get(name, 4), *([] if default is None else [default])):
         told = complain(f"model.{name}={value}", recipe=str(recipe))
         assert told.startswith(f"model.{name}: {family} has "), told
-        assert f"got {value!r}" in told
-        assert "leave" in told
+        assert value == "somewhere" or f"got {name}={value!r} on the command line; take it out there" in told
+        assert f"{value!r}" in told
         if name != "path":  # that one is no field of a random model at all
             assert told.endswith(f"Fields of {family}: {', '.join(key for key in SECTIONS['model'] if key in FAMILY_FIELDS[family])}")
             having = [f"model.family={other}" for other, fields in FAMILY_FIELDS.items() if name in fields]
             assert f"or write {' or '.join(having)}. " in told
             given = write(tmp_path, FAMILIES[family].replace("model:\n", f"model:\n  {name}: {value}\n"))
-            assert complain(recipe=given) == told.replace("leave it out", "take it out of mine.yaml")
+            assert complain(recipe=given) == told.replace("on the command line", "in mine.yaml")
         assert main(["validate", str(recipe), f"model.{name}={value}"]) == 2
         assert capsys.readouterr().err == f"lightning-gdn: {told}\n"
 
@@ -168,10 +169,10 @@ def test_a_field_that_the_family_does_not_have_is_an_error(family: str, name: st
 def test_a_file_of_another_family_than_the_command_line_says(tmp_path: Path) -> None:
     message = complain("model.family=gdn_stack", "model.num_experts=4")
     assert "model.intermediate_size, " in message
-    assert "model.num_experts: gdn_stack has no such fields, got 384, " in message
-    assert "leave them out, also of demo_cpu.yaml, or write model.family=qwen3_next." in message
+    assert "model.num_experts: gdn_stack has no such fields, got intermediate_size=384, full_attention_interval=4, " in message
+    assert " in demo_cpu.yaml and num_experts=4 on the command line; take them out there, or write model.family=qwen3_next." in message
     plain = complain("model.family=gdn_stack")
-    assert "take them out of demo_cpu.yaml, or write model.family=qwen3_5 or model.family=qwen3_next. " in plain
+    assert " in demo_cpu.yaml; take them out there, or write model.family=qwen3_5 or model.family=qwen3_next. " in plain
     assert load(write(tmp_path, "model: {path: null, family: gdn_stack}\n")).recipe.model.family == "gdn_stack", "null is what there is without it"
 
 
@@ -203,7 +204,8 @@ def test_a_field_that_a_saved_model_has_of_its_own_is_an_error(name: str, tmp_pa
     written = str(value).lower() if name == "tie_word_embeddings" else value
     told = complain("model.path=there", f"model.{name}={written}")
     wanted = (
-        f"model.{name}: the model saved in model.path='there' has its own, got {value!r}; leave it out, or leave out model.path for random weights. "
+        f"model.{name}: a saved model has its own, expected none beside model.path='there', got {name}={value!r} on the command line; "
+        "take it out there, or leave out model.path for random weights. "
     )
     assert told == wanted + "Fields beside model.path: family, dtype, keep_fp32, attn_implementation"
     in_file = write(tmp_path, "model: {path: there}\n")
@@ -211,8 +213,11 @@ def test_a_field_that_a_saved_model_has_of_its_own_is_an_error(name: str, tmp_pa
     assert main(["validate", in_file, f"model.{name}={written}"]) == 2
     assert capsys.readouterr().err == f"lightning-gdn: {told}\n"
     both_in_file = write(tmp_path, f"model: {{path: there, {name}: {written}}}\n")
-    assert complain(recipe=both_in_file) == told.replace("leave it out", "take it out of mine.yaml", 1)
-    assert complain(f"model.{name}={written}", recipe=both_in_file) == complain(recipe=both_in_file)
+    alone = complain(recipe=both_in_file)
+    assert alone == told.replace("on the command line", "in mine.yaml", 1)
+    assert complain("model.path=there", recipe=both_in_file) == alone, "an override that repeats the file changes nothing"
+    over = complain(f"model.{name}={written}", recipe=both_in_file)
+    assert over == told.replace("on the command line", "on the command line, over that in mine.yaml", 1)
 
 
 def test_fields_of_file_and_command_line_beside_a_saved_model(tmp_path: Path) -> None:
@@ -220,13 +225,36 @@ def test_fields_of_file_and_command_line_beside_a_saved_model(tmp_path: Path) ->
     replaced = load(write(tmp_path, sizes + "data: {seq_len: '${model.hidden_size}'}\n"), ["model.path=there"])
     assert replaced.recipe.model.hidden_size == ModelConfig().hidden_size == replaced.recipe.data.seq_len == replaced.saved["data"]["seq_len"]
     told = complain("model.path=there", "model.head_dim=32", recipe=write(tmp_path, sizes))
-    assert told.startswith("model.head_dim: the model saved"), "the file's own are replaced as a whole"
+    assert told.startswith("model.head_dim: a saved model"), "the file's own are replaced as a whole"
     told = complain("model.head_dim=32", recipe=write(tmp_path, sizes.replace("null", "there")))
     assert told.startswith(
-        "model.hidden_size, model.vocab_size, model.head_dim: the model saved in model.path='there' has its own, got 64, 300, 32; "
+        "model.hidden_size, model.vocab_size, model.head_dim: a saved model has its own, expected none beside model.path='there', "
+        "got hidden_size=64, vocab_size=300 in mine.yaml and head_dim=32 on the command line; take them out there, or leave out model.path"
     )
-    assert "leave them out, also of mine.yaml, or leave out model.path" in told
     assert load(write(tmp_path, sizes.replace("null", "there")), ["model.path=null"]).recipe.model.hidden_size == 64
+
+
+@pytest.mark.parametrize(("model_type", "family"), [("qwen3_5", "qwen3_5"), ("qwen3_5_text", "qwen3_5"), ("qwen3_next", "qwen3_next")])
+def test_the_family_beside_a_saved_model_is_its_own(model_type: str, family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, "vocab_size": 256}), encoding="utf-8")
+    (tmp_path / "pytorch_model.bin").touch()
+    other = {"qwen3_5": "qwen3_next", "qwen3_next": "qwen3_5"}[family]
+    here, wrong = f"model.path={tmp_path}", f"model.family={other}"
+    told = (
+        f"model.family: expected {family}, that of the model in model.path={str(tmp_path)!r}, got {other!r}; write model.family={family} or leave it "
+    )
+    both = write(tmp_path, f"model: {{path: {tmp_path}, family: {other}}}\n")
+    for argv in (["demo_cpu", here, wrong], [both], [both, here], [both, wrong]):
+        assert main(["validate", *argv]) == 2, argv
+        assert capsys.readouterr().err.startswith(f"lightning-gdn: {told}")
+    assert main(["run", "demo_cpu", here, wrong, f"out_dir={tmp_path}/runs"]) == 2
+    assert not (tmp_path / "runs").exists()
+    assert capsys.readouterr().err.startswith(f"lightning-gdn: {told}")
+    for recipe in ("demo_cpu", "qwen3_next_tiny_cpu"):  # a recipe of random weights is replaced as a whole
+        assert main(["validate", recipe, here]) == 0
+        loaded = load(recipe, [here])
+        assert loaded.recipe.model.family == loaded.saved["model"]["family"] == family
+    assert main(["validate", both, f"model.family={family}"]) == 0
 
 
 def test_a_recipe_offers_the_kernels_that_there_are() -> None:

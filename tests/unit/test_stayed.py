@@ -40,7 +40,12 @@ def test_every_combination_of_reasons_is_a_sentence(reasons: tuple[str, ...]) ->
 
 
 def test_what_is_not_known_is_not_named() -> None:
-    assert "its labels name nothing that this plan keeps" in why_stayed({"min_bytes": 0}, CONFIG)
+    saved = "nothing that its offload labels name was saved: "
+    plain = why_stayed({"min_bytes": 0}, CONFIG)
+    assert plain.startswith(saved + "frozen weights and passes without gradients save nothing")
+    assert "another dtype" in plain
+    assert "recompute" not in plain
+    assert why_stayed({}, CONFIG, recomputes=True).startswith(saved + "what a recompute label replays is not there to be moved: leave that label out")
     unknown = why_stayed(dict.fromkeys(REASONS[:4], 2**20), None, when="in all")
     assert unknown.startswith("stayed in all: min_bytes 1.0 MiB (below offload.min_bytes), resident 1.0 MiB (of the last blocks, ")
     assert not re.search(r"None|the largest", unknown)
@@ -53,6 +58,21 @@ def test_a_cap_that_was_not_set_is_not_to_be_lifted() -> None:
     assert "free host memory" in told
     assert "max_pinned_gib" not in told
     assert "that auto settled on" in why_stayed({"budget": 5}, OffloadConfig(labels=("mlp",), fraction="auto"))
+
+
+def test_sums_over_several_labels_are_said_to_be_that() -> None:
+    told = why_stayed({"resident": 3}, OffloadConfig(labels=("mlp", "gdn_in_proj")))
+    assert told.startswith("stayed per step, of all offload labels together (one by itself has its own figures): resident 3 B (of the last blocks, ")
+    assert told.endswith("; for these write offload.resident_last_blocks=0")
+
+
+def test_small_storages_of_resident_blocks_need_both_options() -> None:
+    """Of none that is small alone: lifting `min_bytes` would move nothing either."""
+    told = why_stayed({"min_bytes": 3}, CONFIG, largest_small=0)
+    assert told == (
+        "stayed per step: min_bytes 3 B (below offload.min_bytes=4096, and all of the last blocks, offload.resident_last_blocks=2); "
+        "write offload.min_bytes=0 offload.resident_last_blocks=0"
+    )
 
 
 def test_sizes_are_never_a_rounded_zero() -> None:
