@@ -285,7 +285,7 @@ class Engines:
 
     @property
     def largest_small(self) -> int:
-        """Bytes of the largest storage that stayed for `min_bytes` since the last `step_statistics`; 0 of none."""
+        """As `StepStatistics.largest_small`, since the last `step_statistics`."""
         return max((engine.largest_small for engine in self.by_device.values()), default=0)
 
     def settled(self, fraction: float) -> bool:
