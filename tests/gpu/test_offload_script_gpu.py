@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.never_run_on_a_gpu]
 
 
 def test_bare_copies_are_timed_one_way_alone_and_both_at_once(bench: Callable[[str], Any]) -> None:
