@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The tables in docs/targets.md, one command each, on one otherwise idle GPU: records into OUT.
 #
-#   benchmarks/tables.sh OUT [TABLE ...]       TABLE of recompute: segments stack stack_2048 whole_16384 whole_4096 4b profile host (the default)
+#   benchmarks/tables.sh OUT [TABLE ...]       TABLE of recompute: segments stack stack_2048 whole_16384 whole_4096 4b profile host (the default), profile_large
 #                                              of offload: engine pairs_stack pairs_16384 pairs_4096x4 combined rivals matrix
 #
 # Recompute has five alternating rounds, offload three. SECONDS_PER_TABLE (default 120; pairs want 240, the matrix 400) bounds the rounds of
@@ -44,6 +44,7 @@ for name in ${*:-stack whole_16384 stack_2048 segments profile whole_4096 4b hos
         whole_4096) table "$name" benchmarks/whole_model.py --seq 4096 --micro-batches 4 --warm 1 --steps 2 --beside --arms "$STOCK,$FUSED" --seconds "$limit" ;;
         4b) table "$name" benchmarks/whole_model.py --recipe qwen3_5_4b --seq 8192 --warm 1 --steps 2 --arms "$FUSED" --seconds "$limit" ;;
         profile) table "$name" benchmarks/profile_check.py gdn_stack_20 --steps 3 ;;
+        profile_large) table "$name" benchmarks/profile_check.py gdn_stack_20 data.batch_size=4 --steps 3 --rounds 5 ;;
         engine) table "$name" benchmarks/offload_engine.py --rounds 5 ;;
         pairs_stack) table "$name" benchmarks/offload_pairs.py --case stack --seconds "$limit" ;;
         pairs_16384) table "$name" $PAIRS --case qwen:16384 --seconds "$limit" ;;
