@@ -7,7 +7,6 @@ before its measured steps and waits once more, so that nothing else need run bes
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import sys
@@ -24,6 +23,7 @@ from rates import bare_rates
 from rounds import CONTROL
 
 from lightning_gdn.bench.environment import autotune_hash, collect
+from lightning_gdn.bench.garbage import frozen_garbage
 from lightning_gdn.bench.parity_rig import KernelSetting, kernel_setting
 from lightning_gdn.bench.records import write_json
 from lightning_gdn.callbacks._warmup import _find_autotuners
@@ -65,10 +65,9 @@ def time_job(trainee: Any, spec: Mapping[str, Any], gate: Gate) -> dict[str, Any
         around = around_of(applied)
         warm, done = warm_up(trainee, applied, spec)
         gate("WARM")
-        gc.collect()
-        gc.freeze()  # a full collection goes through all that the libraries made, some 200 ms, and would fall on some processes' steps
-        warm.append(timed_step(trainee, len(warm), applied if moves else None, device, around))  # a device that has waited is no warm one
-        rows = [timed_step(trainee, len(warm) + index, applied if moves else None, device, around) for index in range(spec["steps"])]
+        with frozen_garbage():
+            warm.append(timed_step(trainee, len(warm), applied if moves else None, device, around))  # a device that has waited is no warm one
+            rows = [timed_step(trainee, len(warm) + index, applied if moves else None, device, around) for index in range(spec["steps"])]
         found = medians(rows)
         found |= {name: max(row[name] for row in rows) for name in ("peak_mib", "reserved_mib", "pinned_mib") if name in rows[0]}
         if moves:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import math
 import platform
@@ -21,6 +20,7 @@ from torch import nn
 
 from lightning_gdn import apply_plan
 from lightning_gdn.bench.arms import Rival, parse, sweep
+from lightning_gdn.bench.garbage import frozen_garbage
 from lightning_gdn.bench.pareto import analyse
 from lightning_gdn.bench.rivals import install
 
@@ -58,25 +58,24 @@ def alternate(
     """
     found: dict[str, list[dict[str, Any]]] = {arm: [] for arm in arms}
     start = time.monotonic()
-    gc.collect()
-    gc.freeze()  # a full collection goes through all that the libraries made, some 200 ms, and would fall on some arms' steps
-    for index in range(rounds):
-        if index and (time.monotonic() - start) * (index + 1) / index > seconds:
-            print(f"{index} of {rounds} rounds, for lack of time", flush=True)
-            break
-        for arm in arms if index % 2 == 0 else arms[::-1]:
-            control = control_of(arm) if control_of else arm
-            pair = [arm] if arm == control else [control, arm] if index % 2 == 0 else [arm, control]
-            rows = {}
-            if len(pair) == 2 and side_by_side is not None:
-                torch.cuda.empty_cache()
-                rows = side_by_side((pair[0], pair[1]), index)
-            else:
-                for one in pair:
+    with frozen_garbage():
+        for index in range(rounds):
+            if index and (time.monotonic() - start) * (index + 1) / index > seconds:
+                print(f"{index} of {rounds} rounds, for lack of time", flush=True)
+                break
+            for arm in arms if index % 2 == 0 else arms[::-1]:
+                control = control_of(arm) if control_of else arm
+                pair = [arm] if arm == control else [control, arm] if index % 2 == 0 else [arm, control]
+                rows = {}
+                if len(pair) == 2 and side_by_side is not None:
                     torch.cuda.empty_cache()
-                    rows[one] = measure(one, index)
-            found[arm].append(rows[arm] if arm == control else {**rows[arm], "beside": rows[control]})
-            print(f"  round {index + 1}: {arm} {found[arm][-1]['ms']:.1f} ms, {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
+                    rows = side_by_side((pair[0], pair[1]), index)
+                else:
+                    for one in pair:
+                        torch.cuda.empty_cache()
+                        rows[one] = measure(one, index)
+                found[arm].append(rows[arm] if arm == control else {**rows[arm], "beside": rows[control]})
+                print(f"  round {index + 1}: {arm} {found[arm][-1]['ms']:.1f} ms, {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
     return found
 
 

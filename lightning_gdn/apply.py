@@ -50,8 +50,8 @@ class AppliedPlan:
         self._session = session
         self._takeovers = list(takeovers)
         self.last_step: StepStatistics | None = None
-        self._alike = True  # whether the forwards of that step were like those that the ledger counted
         """What offload did in the step that the last `step_statistics` ended; None without offload."""
+        self._alike = True  # whether the forwards of that step were like those that the ledger counted
 
     def step_statistics(self, device: torch.device | None = None) -> StepStatistics | None:
         """What offload did since the last call: bytes out and in, rates, stalls, pinned host memory, what stayed and why.

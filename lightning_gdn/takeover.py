@@ -195,15 +195,14 @@ class BlockTakeover(Takeover):
         handed_on: Carry | None = x.__dict__.pop(_CARRY, None) if self._continues else None
         if probe is not None:
             session.ledger.kernels.update(self._adapter.kernels(module, x.device, session.kernels))
-        moves = moving is not None and block is not None
-        state = self._state(x, args, kwargs) if moves else (x.shape, x.dtype)
+        mover, state = None, (x.shape, x.dtype)
+        if moving is not None and block is not None:
+            state = self._state(x, args, kwargs)
+            mover = Mover(moving, block, module, (args, kwargs), x, self._casts(module, x.device), self._watched(state))
         if probe is not None:
             self._counted = state
         elif state != self._counted:
             session.alike = False
-        mover = None
-        if moving is not None and block is not None:
-            mover = Mover(moving, block, module, (args, kwargs), x, self._casts(module, x.device), self._watched(state))
         with Tape(self._modes, x.device, probe, handed_on, session.kernels, mover) as tape:
             out = self._run(module, tape, *args, **kwargs)
             carry = tape.carry(out) if self._carry else None

@@ -134,39 +134,39 @@ class Transfers:
 
     def back(self, copies: Sequence[Copy], stream: Stream, *, late: bool) -> None:
         """Enqueue the reloads into memory of `stream`. `OutOfMemoryError`: those before the first that found no room are under way."""
+        started = list[Copy]()
+        try:
+            for copy in copies:
+                copy.device = self._backend.empty(copy.nbytes, stream)
+                started.append(copy)
+        finally:
+            if started:
+                self._reload(started, stream, late)
+
+    def _reload(self, copies: Sequence[Copy], stream: Stream, late: bool) -> None:
+        """Fill the memory that they have on the device by now."""
         backend, recorder = self._backend, self._recorder
-        started, pairs, full = list[Copy](), list[tuple[Tensor, Tensor]](), None
+        pairs = []
         for copy in copies:
             assert copy.buffer is not None
-            try:
-                copy.device = backend.empty(copy.nbytes, stream)
-            except torch.OutOfMemoryError as error:
-                full = error
-                break
-            started.append(copy)
+            assert copy.device is not None
             pairs.append((copy.device, copy.buffer.memory[: copy.nbytes]))
-        if started:
-            backend.wait(backend.h2d, backend.record(stream))
-            self._after(backend.h2d, (copy.out for copy in started))
-            start = recorder.mark(backend.h2d)
-            try:
-                backend.copy(backend.h2d, pairs)
-                self._arriving(started, stream, backend.record(backend.h2d, timing=recorder.timing))
-            except BaseException:
-                self._arriving(started, stream, backend.record(backend.h2d))
-                for copy in started:
-                    self.drop(copy)
-                raise
-            nbytes = sum(copy.nbytes for copy in started)
-            recorder.span("copy_in", start, started[0].arrived, nbytes)
-            recorder.add("bytes_in", nbytes)
-            recorder.add("copies_in", len(started))
-            recorder.add("late", len(started) if late else 0)
-        if full is not None:
-            try:
-                raise full
-            finally:
-                del full  # its traceback holds this frame, and those of all callers
+        backend.wait(backend.h2d, backend.record(stream))
+        self._after(backend.h2d, (copy.out for copy in copies))
+        start = recorder.mark(backend.h2d)
+        try:
+            backend.copy(backend.h2d, pairs)
+            self._arriving(copies, stream, backend.record(backend.h2d, timing=recorder.timing))
+        except BaseException:
+            self._arriving(copies, stream, backend.record(backend.h2d))
+            for copy in copies:
+                self.drop(copy)
+            raise
+        nbytes = sum(copy.nbytes for copy in copies)
+        recorder.span("copy_in", start, copies[0].arrived, nbytes)
+        recorder.add("bytes_in", nbytes)
+        recorder.add("copies_in", len(copies))
+        recorder.add("late", len(copies) if late else 0)
 
     @staticmethod
     def _arriving(copies: Sequence[Copy], stream: Stream, event: Event) -> None:

@@ -6,7 +6,7 @@ import gc
 import itertools
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -99,14 +99,6 @@ def nothing_left(engine: Engine, sim: SimulatedBackend) -> None:
 
 def living_tickets(engine: Engine) -> list[HostCopy]:
     return [found for found in gc.get_objects() if type(found) is HostCopy and found._engine is engine]
-
-
-@pytest.fixture
-def no_collector() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
 
 
 def test_answers_come_in_order_and_one_storage_gives_one_ticket() -> None:

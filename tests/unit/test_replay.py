@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -49,14 +47,6 @@ class Recorder:
 @pytest.fixture
 def recorder() -> Recorder:
     return Recorder()
-
-
-@pytest.fixture
-def no_collector() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
 
 
 def chain(recorder: Recorder, **modes: Mode) -> tuple[Tensor, Tensor]:
