@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from fingerprints import Fingerprint
-from rounds import CONTROL, MIB, alternate, arms_of, header, in_turns, judge, print_table, under, write
+from rounds import CONTROL, MIB, alternate, arms_of, header, in_turns, judge, print_table, twin, under, write
 from torch import Tensor
 
 from lightning_gdn.bench.arms import Rival, parse
@@ -133,17 +133,27 @@ def main() -> None:
     regions = region_times(stack, x0)
     bits = dict[str, str]()
 
-    def measure(arm: str, count: int) -> dict[str, Any]:
+    def fingerprint(arm: str) -> None:
+        if arm not in bits:  # made anew each time: on the GPU it would be part of every peak
+            bits[arm] = Fingerprint("cuda").of(p.grad for p in stack.parameters() if p.grad is not None)
+
+    def measure(arm: str, _: int) -> dict[str, Any]:
         with under(stack, arm):
-            rows = [one_step(stack, x0) for _ in range(args.warm + count)][args.warm :]
-            if arm not in bits:  # made anew each time: on the GPU it would be part of every peak
-                bits[arm] = Fingerprint("cuda").of(p.grad for p in stack.parameters() if p.grad is not None)
+            rows = [one_step(stack, x0) for _ in range(args.warm + args.steps)][args.warm :]
+            fingerprint(arm)
         return {"ms": statistics.median(row["ms"] for row in rows), "act_mib": rows[-1]["act_mib"], "peak_mib": max(row["peak_mib"] for row in rows)}
 
-    beside: dict[str, Any] = {}
-    if args.beside:
-        beside = {"control_of": lambda arm: CONTROL, "side_by_side": lambda pair, _: in_turns(pair, lambda arm: measure(arm, 1), args.steps)}
-    rounds = alternate(arms, args.rounds, lambda arm, _: measure(arm, args.steps), seconds=args.seconds, **beside)
+    def measure_pair(pair: tuple[str, str], _: int) -> dict[str, dict[str, Any]]:
+        arm = pair[0] if pair[1] == CONTROL else pair[1]
+        other = twin(stack)
+        with under(other, arm):
+            found = in_turns(pair, lambda which: one_step(stack if which == CONTROL else other, x0), args.steps, args.warm)
+            one_step(other, x0)
+            fingerprint(arm)
+        return found
+
+    beside: dict[str, Any] = {"control_of": lambda arm: CONTROL, "side_by_side": measure_pair} if args.beside else {}
+    rounds = alternate(arms, args.rounds, measure, seconds=args.seconds, **beside)
     equal = {arm: bits[arm] == bits[CONTROL] for arm in arms}
     judged = judge(rounds, args.layers, "fused")
     for arm, entry in judged["arms"].items():

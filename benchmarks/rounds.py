@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import platform
@@ -79,18 +80,24 @@ def alternate(
     return found
 
 
-def in_turns(pair: tuple[str, str], step: Callable[[str], dict[str, Any]], turns: int) -> dict[str, dict[str, Any]]:
-    """Two arms in turns of one measured step, after one turn unseen; per arm the median of every figure, and the largest peak."""
+def in_turns(pair: tuple[str, str], step: Callable[[str], dict[str, Any]], turns: int, unseen: int = 1) -> dict[str, dict[str, Any]]:
+    """Two arms in turns of one step, the first ones unseen; per arm the median of every figure, and the largest peak."""
     rows: dict[str, list[dict[str, Any]]] = {arm: [] for arm in pair}
-    for index in range(1 + turns):
+    for index in range(unseen + turns):
         for arm in pair if index % 2 == 0 else pair[::-1]:
             row = step(arm)
-            if index:
+            if index >= unseen:
                 rows[arm].append(row)
     found = {arm: {key: statistics.median(row[key] for row in rows[arm]) for key in rows[arm][0]} for arm in pair}
     for arm in pair:
         found[arm]["peak_mib"] = max(row["peak_mib"] for row in rows[arm])
     return found
+
+
+def twin(model: nn.Module) -> Any:
+    """A second tree of modules over the same parameters and buffers: an arm stays in force on it while the model itself runs the control, so
+    that a turn is one step, and both hold what one model holds."""
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:

@@ -18,6 +18,9 @@ python=${PYTHON:-python3}
 limit=${SECONDS_PER_TABLE:-120}
 UNION=gdn_conv+gdn_norm_out+layernorm
 FUSED=fused:none,fused:gdn_norm_out,fused:gdn_norm_out+layernorm+mlp_act,fused:$UNION,fused:$UNION+mlp_act,fused:full,fused:checkpoint:sweep,fused:hf_gradient_checkpointing
+FUSED_4096=fused:none,fused:gdn_norm_out,fused:$UNION+mlp_act,fused:full,fused:checkpoint:block:12,fused:hf_gradient_checkpointing
+LABELS=gdn_norm_out,gdn_conv,$UNION,gdn_in_proj_conv,gdn_front,full
+SMALL=none,$LABELS,checkpoint:gdn_norm_out,checkpoint:gdn_conv,checkpoint:gdn_in_proj_conv,checkpoint:gdn_front,checkpoint:block:10,checkpoint:full
 MOVED=offload:gdn_core_attn
 QWEN="benchmarks/offload_model.py --model qwen3_5_0_8b --kernels fused --rounds 3 --warm 2 --steps 3"
 PAIRS="benchmarks/offload_pairs.py --kernels fused"
@@ -39,9 +42,9 @@ for name in ${*:-stack whole_16384 stack_2048 segments profile whole_4096 4b hos
     case $name in
         segments) table "$name" benchmarks/gdn_stack.py --layers 1 --arms segments --warm 1 --steps 6 --seconds "$limit" ;;
         stack) table "$name" benchmarks/gdn_stack.py --warm 1 --steps 4 --seconds "$limit" ;;
-        stack_2048) table "$name" benchmarks/gdn_stack.py --seq 2048 --batch 1 --warm 1 --steps 4 --beside --seconds "$limit" ;;
+        stack_2048) table "$name" benchmarks/gdn_stack.py --seq 2048 --batch 1 --warm 3 --steps 8 --beside --arms "$SMALL" --seconds "$limit" ;;
         whole_16384) table "$name" benchmarks/whole_model.py --seq 16384 --warm 1 --steps 2 --arms "$STOCK,$FUSED" --seconds "$limit" ;;
-        whole_4096) table "$name" benchmarks/whole_model.py --seq 4096 --micro-batches 4 --warm 1 --steps 2 --beside --arms "$STOCK,$FUSED" --seconds "$limit" ;;
+        whole_4096) table "$name" benchmarks/whole_model.py --seq 4096 --micro-batches 4 --warm 1 --steps 2 --beside --arms "$STOCK,$FUSED_4096" --seconds "$limit" ;;
         4b) table "$name" benchmarks/whole_model.py --recipe qwen3_5_4b --seq 8192 --warm 1 --steps 2 --arms "$FUSED" --seconds "$limit" ;;
         profile) table "$name" benchmarks/profile_check.py gdn_stack_20 --steps 3 ;;
         profile_large) table "$name" benchmarks/profile_check.py gdn_stack_20 data.batch_size=4 --steps 3 --rounds 5 ;;

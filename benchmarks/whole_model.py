@@ -15,13 +15,13 @@ import argparse
 import math
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from fla.modules import FusedLinearCrossEntropyLoss
-from rounds import CONTROL, MIB, against_own_spread, alternate, arms_of, header, in_turns, judge, print_table, spread, under, write
+from rounds import CONTROL, MIB, against_own_spread, alternate, arms_of, header, in_turns, judge, print_table, spread, twin, under, write
 from torch import Tensor
 
 from lightning_gdn.bench.data import make_loaders, read_text
@@ -51,13 +51,14 @@ class Trainee:
         self.batches = [batch.cuda() for _, batch in zip(range(8), train, strict=False)]
         self._next = 0
 
-    def step(self) -> Tensor:
-        """One optimizer step; the loss of its last micro-batch."""
+    def step(self, model: Any = None) -> Tensor:
+        """One optimizer step, of a twin if one is given; the loss of its last micro-batch."""
+        model = model or self.model
         for _ in range(self.micro_batches):
             ids = self.batches[self._next % len(self.batches)]
             self._next += 1
-            hidden = self.model.model(input_ids=ids).last_hidden_state
-            loss = self.loss(hidden[:, :-1].reshape(-1, hidden.shape[-1]), ids[:, 1:].reshape(-1), self.model.lm_head.weight)
+            hidden = model.model(input_ids=ids).last_hidden_state
+            loss = self.loss(hidden[:, :-1].reshape(-1, hidden.shape[-1]), ids[:, 1:].reshape(-1), model.lm_head.weight)
             del hidden
             loss.backward()
         self.optimizer.step()
@@ -65,20 +66,31 @@ class Trainee:
         return loss.detach()
 
 
+def timed(step: Callable[[], object]) -> dict[str, float]:
+    """Time and allocated peak of one step."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    start = time.perf_counter()
+    step()
+    torch.cuda.synchronize()
+    return {"ms": (time.perf_counter() - start) * 1e3, "peak_mib": torch.cuda.max_memory_allocated() / MIB}
+
+
 def measure(trainee: Trainee, kernels: str, arm: str, warm: int, count: int) -> dict[str, float]:
     """Median step time and allocated peak of one round."""
     with under(trainee.model, arm, kernels):
         for _ in range(warm):
             trainee.step()
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        times = []
-        for _ in range(count):
-            start = time.perf_counter()
-            trainee.step()
-            torch.cuda.synchronize()
-            times.append((time.perf_counter() - start) * 1e3)
-    return {"ms": statistics.median(times), "peak_mib": torch.cuda.max_memory_allocated() / MIB}
+        rows = [timed(trainee.step) for _ in range(count)]
+    return {"ms": statistics.median(row["ms"] for row in rows), "peak_mib": max(row["peak_mib"] for row in rows)}
+
+
+def measure_pair(trainee: Trainee, pair: tuple[str, str], arm: str, warm: int, turns: int) -> dict[str, dict[str, Any]]:
+    """An arm and its control in turns of one step, in one round."""
+    kernels, name = arm.split(":", 1)
+    other = twin(trainee.model)
+    with under(trainee.model, CONTROL, kernels), under(other, name, kernels):
+        return in_turns(pair, lambda which: timed(lambda: trainee.step(other if which == arm else None)), turns, warm)
 
 
 def trajectory(trainee: Trainee, kernels: str, start: dict[str, Tensor], count: int) -> list[float]:
@@ -128,12 +140,11 @@ def main() -> None:
     def control_of(arm: str) -> str:
         return f"{arm.split(':', 1)[0]}:{CONTROL}"
 
-    def turn(arm: str) -> dict[str, Any]:
-        return measure(trainee, *arm.split(":", 1), args.warm, 1)
+    def pair_in_turns(pair: tuple[str, str], _: int) -> dict[str, dict[str, Any]]:
+        arm = next(one for one in pair if one != control_of(one))
+        return measure_pair(trainee, pair, arm, args.warm, args.steps)
 
-    beside: dict[str, Any] = {}
-    if args.beside:
-        beside = {"control_of": control_of, "side_by_side": lambda pair, _: in_turns(pair, turn, args.steps)}
+    beside: dict[str, Any] = {"control_of": control_of, "side_by_side": pair_in_turns} if args.beside else {}
     rounds = alternate(arms, args.rounds, one, seconds=args.seconds, **beside)
     record: dict[str, Any] = {**header("whole_model.py"), "parameters": sum(p.numel() for p in trainee.model.parameters()), "settings": {}}
     for kernels, found in settings.items():

@@ -6,6 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
+
+from lightning_gdn.models import GDNStack
 
 
 def test_a_run_is_judged_by_how_far_runs_of_its_kind_are_apart(bench: Callable[[str], Any]) -> None:
@@ -64,3 +67,22 @@ def test_a_pair_side_by_side_takes_turns(bench: Callable[[str], Any]) -> None:
     )
     judged = rounds.judge(found, 4, "stock")
     assert judged["arms"]["full"]["ms_pct"]["median"] == pytest.approx(30, abs=2)
+
+
+def test_a_twin_is_under_an_arm_while_the_model_runs_untouched(bench: Callable[[str], Any]) -> None:
+    """Same parameters, so both hold what one holds; gradients of either are the other's."""
+    rounds = bench("rounds")
+    model = GDNStack(num_layers=2, hidden_size=32, num_k_heads=2, num_v_heads=2, head_k_dim=8, head_v_dim=8)
+    other = rounds.twin(model)
+    assert all(a is b for a, b in zip(model.parameters(), other.parameters(), strict=True))
+    x = torch.randn(1, 64, 32)
+    with rounds.under(other, "full") as applied:
+        grads = []
+        for which in (model, other, model, other):
+            which.zero_grad()
+            which(x).square().mean().backward()
+            grads.append([parameter.grad.clone() for parameter in model.parameters()])
+        assert all(torch.equal(a, b) for found in grads[1:] for a, b in zip(grads[0], found, strict=True))
+        assert applied.ledger.complete
+        assert "forward" in other.layers[0].__dict__
+        assert "forward" not in model.layers[0].__dict__
