@@ -1,13 +1,15 @@
 #!/usr/bin/env bash
 # The tables in docs/targets.md, one command each, on one otherwise idle GPU: records into OUT.
 #
-#   benchmarks/tables.sh OUT [TABLE ...]       TABLE of recompute: segments stack stack_2048 whole_16384 whole_4096 4b profile host (the default), profile_large
-#                                              of offload: engine pairs_stack pairs_16384 pairs_4096x4 combined rivals matrix
+#   benchmarks/tables.sh OUT [TABLE ...]
+#   TABLE of recompute: segments stack stack_2048 whole_16384 whole_4096 4b profile host (the default), profile_large stack_full
+#         of offload:   engine pairs_stack pairs_16384 pairs_4096x4 combined rivals matrix
 #
-# Recompute has five alternating rounds, offload three. SECONDS_PER_TABLE (default 120; pairs want 240, the matrix 400) bounds the rounds of
-# each; what did not fit is said, and the record holds whole rounds. PYTHON=python3 chooses the interpreter. Where the host decides (2048 and
-# 4096 tokens) the control takes turns with every arm. A process start, and kernels that have to be tuned, come on top. CUDA_VISIBLE_DEVICES
-# chooses the GPU: bits and bytes may be measured on one while times are measured on another, with CPU cores of their own.
+# Recompute has five alternating rounds, offload three. SECONDS_PER_TABLE (default 120; pairs and stack_2048 want 240, the matrix 400) bounds
+# the rounds of each; what did not fit is said, and the record holds whole rounds. PYTHON=python3 chooses the interpreter. Where the host
+# decides (2048 and 4096 tokens), and in stack_full, the control takes turns of one step with every arm. A process start, and kernels that have
+# to be tuned, come on top. CUDA_VISIBLE_DEVICES chooses the GPU: bits and bytes may be measured on one while times are measured on another,
+# with CPU cores of their own.
 set -u
 out=${1:?usage: benchmarks/tables.sh OUT [TABLE ...]}
 shift
@@ -42,6 +44,7 @@ for name in ${*:-stack whole_16384 stack_2048 segments profile whole_4096 4b hos
     case $name in
         segments) table "$name" benchmarks/gdn_stack.py --layers 1 --arms segments --warm 1 --steps 6 --seconds "$limit" ;;
         stack) table "$name" benchmarks/gdn_stack.py --warm 1 --steps 4 --seconds "$limit" ;;
+        stack_full) table "$name" benchmarks/gdn_stack.py --warm 3 --steps 6 --beside --arms none,full,checkpoint:full --seconds "$limit" ;;
         stack_2048) table "$name" benchmarks/gdn_stack.py --seq 2048 --batch 1 --warm 3 --steps 8 --beside --arms "$SMALL" --seconds "$limit" ;;
         whole_16384) table "$name" benchmarks/whole_model.py --seq 16384 --warm 1 --steps 2 --arms "$STOCK,$FUSED" --seconds "$limit" ;;
         whole_4096) table "$name" benchmarks/whole_model.py --seq 4096 --micro-batches 4 --warm 1 --steps 2 --beside --arms "$STOCK,$FUSED_4096" --seconds "$limit" ;;
