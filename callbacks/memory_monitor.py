@@ -70,10 +70,11 @@ max, min, mean.
 | `notes` | | what to know before using the figures |
 
 `offload` holds, per optimizer step since the share of the bytes last changed (`steps` of them: `auto` settles on one), spreads of `out_mib`,
-`in_mib` and `stall_ms`, over all of these `out_gb_s`, `in_gb_s` (10^9 bytes per second) and the `hidden_share` of the copy time, `stayed_mib`
-per step by reason, `largest_small_mib` (largest storage below `min_bytes`, resident blocks aside), and that share, `fraction`. Over all steady
-steps `late_copies`, `prefetch_oom`, `fallbacks` and `fallback_mib` (the pool was full); of the pool the largest `pinned_held_mib`,
-`pinned_peak_mib` and, after a step, `pinned_in_use_mib`. Without a CUDA device the copies are simulated, and their times are None.
+`in_mib`, `stall_ms` and `exposed_host_ms` (host work of offload with nothing to hide behind; in no stall), over all of these `out_gb_s`,
+`in_gb_s` (10^9 bytes per second) and the `hidden_share` of the copy time, `stayed_mib` per step by reason, `largest_small_mib` (largest storage
+below `min_bytes`, resident blocks aside), and that share, `fraction`. Over all steady steps `late_copies`, `prefetch_oom`, `fallbacks` and
+`fallback_mib` (the pool was full); of the pool the largest `pinned_held_mib`, `pinned_peak_mib` and, after a step, `pinned_in_use_mib`. Without
+a CUDA device the copies are simulated, and their times are None.
 """
 
 from __future__ import annotations

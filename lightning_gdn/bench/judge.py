@@ -198,6 +198,7 @@ def _unmoved(entry: Mapping[str, Any], recipe: Mapping[str, Any] | None) -> str 
         _offload_config(recipe, chosen),
         recomputes=bool(chosen.recompute),
         largest_small=None if largest is None else round(largest * 2**20),
+        share=moved["share"]["median"] if moved["share"] else None,
     )
     settled = f" at the share of {moved['share']['median']:g} that auto settled on" if moved["asked"] == "auto" and moved["share"] else ""
     return f"{entry['arm']}: moved nothing to the host in its steady steps{settled}; {why}"
