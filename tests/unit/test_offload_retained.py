@@ -190,7 +190,7 @@ def test_the_record_of_an_auto_arm(steps: int, settled: bool, tmp_path: Path) ->
     assert f"({auto['retained_bytes']:,} B){'' if settled else ', share not settled'} |" in row
     assert f"MiB @{share:g} |" in row
     assert ("+0.0 %" in row) is settled
-    unmoved = "moved nothing to the host in its steady steps at the share of 0 that auto settled on; stayed per step: budget"
+    unmoved = "moved nothing to the host in its steady steps at the share of 0 that auto settled on; a share of 0 moves nothing"
     assert (unmoved in text) is settled
     assert ("the share had not settled when the run ended" in text) is not settled
 
