@@ -57,8 +57,11 @@ class OffloadTotals:
         out = self._out.spread()
         if out is None:
             return {}
-        stall = self._stall.spread() if self._timed else None
-        return {"offload_out_mib": out["median"], "offload_stall_ms": None if stall is None else stall["median"]}
+        found = {"offload_out_mib": out["median"]}
+        for name, series in (("offload_stall_ms", self._stall), ("offload_exposed_host_ms", self._host)):
+            spread = series.spread() if self._timed else None
+            found[name] = None if spread is None else spread["median"]
+        return found
 
     @property
     def _timed(self) -> bool:

@@ -32,6 +32,7 @@ Each also as `.../rank{r}` for every rank; over ranks it is the maximum, for tok
 | `gdn/pinned_mib` | MiB | pinned host memory at the end of a step: of PyTorch's host allocator and of offload's pool, idle buffers included |
 | `gdn/offload_out_mib` | MiB | moved to the host per optimizer step, if the plan moves something (median) |
 | `gdn/offload_stall_ms` | ms | time per optimizer step for which compute waited for offload's copies, on a CUDA device (median) |
+| `gdn/offload_exposed_host_ms` | ms | host time of offload per optimizer step with nothing to hide behind, on a CUDA device (median); in no stall |
 
 `summary`, and `memory_rank{r}.json` in `dir`. None (null) is "not measured", never 0. Spreads are median, p95 (None below 20 steps),
 max, min, mean.

@@ -71,6 +71,7 @@ class Engine:
 
     def block(self, index: int, count: int) -> Block:
         """Context of one call of block `index` of `count` in forward. A forward pass begins where the index does not rise."""
+        since = time.perf_counter_ns()
         with self._lock:
             self._collect()
             forward: Pass | None = getattr(self._threads, "forward", None)
@@ -81,7 +82,7 @@ class Engine:
                 self._recorder.add("forwards")
                 forward = self._threads.forward = Pass(self._passes, self.fraction)
             forward.last = index
-            return Block(self, forward, index, count)
+            return Block(self, forward, index, count, since)
 
     def step_statistics(self) -> StepStatistics:
         """Snapshot of everything since the last call, and reset. Call it once per optimizer step, on every rank: with `fraction="auto"`

@@ -75,14 +75,14 @@ class Block:
     Entering it raises `RuntimeError` while the current stream is being captured into a CUDA graph.
     """
 
-    __slots__ = ("index", "_count", "_engine", "_pass", "_shelf", "_moving", "_seen", "_made", "_work")
+    __slots__ = ("index", "_count", "_engine", "_pass", "_shelf", "_moving", "_seen", "_since", "_work")
 
-    def __init__(self, engine: Engine, forward: Pass, index: int, count: int) -> None:
+    def __init__(self, engine: Engine, forward: Pass, index: int, count: int, since: int) -> None:
         self.index, self._count, self._engine, self._pass = index, count, engine, forward
         self._shelf: list[weakref.ref[HostCopy]] = []
         self._moving: list[Copy] = []
         self._seen: dict[int, tuple[StorageWeakRef, weakref.ref[HostCopy] | None]] = {}
-        self._made = time.perf_counter_ns()
+        self._since = since  # when the engine was asked for it
         self._work: tuple[Event | None, int] | None = None
 
     def __enter__(self) -> Block:
@@ -119,7 +119,7 @@ class Block:
 
     def prepared(self) -> None:
         """All host time since this context was asked for was offload's."""
-        self._engine._recorder.host("out", time.perf_counter_ns() - self._made)
+        self._engine._recorder.host("out", time.perf_counter_ns() - self._since)
 
     def begin_work(self, spent_ns: int = 0) -> None:
         """From here to `end_work` the host works for offload and nobody enqueues compute; `spent_ns` of such time went before, here and there."""

@@ -223,7 +223,7 @@ class Recorder:
         spent, self._host_ns[way] = self._host_ns[way] / 1e6, 0
         looked = self._sizes.get(f"host_{way}", 0) / 1e6
         if looked > 0:
-            self._dry[way] = min(1.0, self._times[f"host_{way}"] / looked)
+            self._dry[way] = min(1.0, max(0.0, self._times[f"host_{way}"] / looked))
         return spent * self._dry[way]
 
     def _fold(self) -> None:
