@@ -52,7 +52,11 @@ class HostCopy:
 
     def view(self, size: Sequence[int], stride: Sequence[int], offset: int, dtype: torch.dtype) -> Tensor:
         """`fetch`, and a view of the storage with exactly this size, stride and offset."""
-        return view_of(self.fetch(), size, stride, offset, dtype)
+        storage = self.fetch()
+        since = time.perf_counter_ns()
+        view = view_of(storage, size, stride, offset, dtype)
+        self._engine._recorder.host("in", time.perf_counter_ns() - since)
+        return view
 
 
 class Pass:
