@@ -124,6 +124,8 @@ def test_a_graph_of_before_is_differentiated_after_the_share_settled(calls: Coun
         del loss
         applied.step_statistics()
         nothing_left(applied)
+        (engine,) = applied.engines.by_device.values()
+        assert engine.pool.held == 0, "buffers that came back later are the machine's as well"
 
 
 def test_a_ledger_that_is_armed_again_at_rest_counts_and_a_watch_sees_no_mover(calls: Counter[str]) -> None:
