@@ -67,7 +67,14 @@ def measure(trainee: Any, text: str, args: argparse.Namespace) -> dict[str, Any]
 
 def print_moved(arms: dict[str, Any]) -> None:
     """One line per arm that moves something."""
-    names = {"moved_mib": "moved MiB", "out_gb_s": "GB/s out", "in_gb_s": "GB/s in", "stall_ms": "stall ms", "hidden_share": "hidden"}
+    names = {
+        "moved_mib": "moved MiB",
+        "out_gb_s": "GB/s out",
+        "in_gb_s": "GB/s in",
+        "stall_ms": "stall ms",
+        "exposed_host_ms": "host ms",
+        "hidden_share": "hidden",
+    }
     names |= {"pinned_mib": "pinned MiB", "fallbacks": "stayed", "fraction": "share", "lead_blocks": "lead"}
     width = max(map(len, arms))
     print(f"{'arm':{width}s}" + "".join(f"{title:>12s}" for title in names.values()) + "  losses")

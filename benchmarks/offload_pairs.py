@@ -198,7 +198,11 @@ def print_table(found: Mapping[str, Any]) -> None:
             for name in ("moved_mib", "pinned_mib", "out_gb_s", "in_gb_s", "out_of_bare", "in_of_bare")
             if name in entry
         ]
-        shown += [f"{name} {entry[name]['median']:g}" for name in ("stall_ms", "hidden_share", "late", "lead_blocks", "fraction") if name in entry]
+        shown += [
+            f"{name} {entry[name]['median']:g}"
+            for name in ("stall_ms", "exposed_host_ms", "hidden_share", "late", "lead_blocks", "fraction")
+            if name in entry
+        ]
         print("  " + ", ".join(shown))
         if "bare_out_gb_s" in entry:
             print("  " + told_rates({name[5:]: rate["median"] for name, rate in entry.items() if name.startswith("bare_")}))

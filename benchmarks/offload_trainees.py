@@ -24,7 +24,7 @@ from lightning_gdn.bench.module import build_model
 from lightning_gdn.bench.recipes import load
 from lightning_gdn.labels import Selection
 
-TOLD = ("out_gb_s", "in_gb_s", "hidden_share", "late", "fallbacks", "fraction")
+TOLD = ("out_gb_s", "in_gb_s", "exposed_host_ms", "hidden_share", "late", "fallbacks", "fraction")
 """What a row takes from the engine's statistics by their own names."""
 Around = Callable[[], AbstractContextManager[Any]]
 """Makes what is open around forward and backward of one micro-batch."""

@@ -28,7 +28,19 @@ from lightning_gdn.bench.rivals import install
 MIB = 2**20
 CONTROL = "none"
 FIGURES = ("ms", "act_mib", "peak_mib")
-MOVED = ("moved_mib", "pinned_mib", "out_gb_s", "in_gb_s", "stall_ms", "hidden_share", "late", "fallbacks", "fraction", "lead_blocks")
+MOVED = (
+    "moved_mib",
+    "pinned_mib",
+    "out_gb_s",
+    "in_gb_s",
+    "stall_ms",
+    "exposed_host_ms",
+    "hidden_share",
+    "late",
+    "fallbacks",
+    "fraction",
+    "lead_blocks",
+)
 """Figures of a row of an arm that moves something."""
 
 

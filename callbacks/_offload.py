@@ -28,7 +28,7 @@ class OffloadTotals:
         self._peaks = {"pinned_held": 0, "pinned_peak": 0, "pinned_in_use": 0}
 
     def _restart(self) -> None:
-        self._out, self._in, self._stall = Series(), Series(), Series()
+        self._out, self._in, self._stall, self._host = Series(), Series(), Series(), Series()
         self._sums: dict[str, float] = {}
         self._stayed: dict[str, int] = {}
         self._largest_small = 0
@@ -41,6 +41,7 @@ class OffloadTotals:
         self._out.add(step.bytes_out / MIB)
         self._in.add(step.bytes_in / MIB)
         self._stall.add(step.stall_ms)
+        self._host.add(step.exposed_host_ms)
         for name in ("copy_out_ms", "copy_in_ms", "timed_bytes_out", "timed_bytes_in"):
             self._sums[name] = self._sums.get(name, 0) + getattr(step, name)
         for name in ("fallbacks", "fallback_bytes", "late", "prefetch_oom"):
@@ -56,8 +57,11 @@ class OffloadTotals:
         out = self._out.spread()
         if out is None:
             return {}
-        stall = self._stall.spread() if self._timed else None
-        return {"offload_out_mib": out["median"], "offload_stall_ms": None if stall is None else stall["median"]}
+        found = {"offload_out_mib": out["median"]}
+        for name, series in (("offload_stall_ms", self._stall), ("offload_exposed_host_ms", self._host)):
+            spread = series.spread() if self._timed else None
+            found[name] = None if spread is None else spread["median"]
+        return found
 
     @property
     def _timed(self) -> bool:
@@ -77,6 +81,7 @@ class OffloadTotals:
             "out_gb_s": sums["timed_bytes_out"] / sums["copy_out_ms"] / 1e6 if sums["copy_out_ms"] > 0 else None,
             "in_gb_s": sums["timed_bytes_in"] / sums["copy_in_ms"] / 1e6 if sums["copy_in_ms"] > 0 else None,
             "stall_ms": self._stall.spread() if self._timed else None,
+            "exposed_host_ms": self._host.spread() if self._timed else None,
             "hidden_share": max(0.0, 1 - self._stall.total() / copies) if copies > 0 else None,
             "pinned_held_mib": self._peaks["pinned_held"] / MIB,
             "pinned_peak_mib": self._peaks["pinned_peak"] / MIB,

@@ -257,12 +257,13 @@ def _offload_rows(table: Table, offload: Mapping[str, Any] | None) -> None:
     table.add_row("  share of the bytes, steps at it", f"{_number(offload['fraction'])}, {offload['steps']}")
     table.add_row("  GB/s out, in", f"{_number(offload['out_gb_s'])}, {_number(offload['in_gb_s'])}")
     table.add_row("  stall (ms; median, max)", _spread(offload["stall_ms"]))
+    table.add_row("  host work hidden behind nothing (ms; median, max)", _spread(offload["exposed_host_ms"]))
     table.add_row("  hidden share of the copies", _number(offload["hidden_share"]))
     pinned = (offload[f"pinned_{name}_mib"] for name in ("held", "peak", "in_use"))
     table.add_row("  host buffers held, peak, in use after a step (MiB)", ", ".join(_number(value) for value in pinned))
     table.add_row("  kept on the device, pool full (count, MiB)", f"{offload['fallbacks']}, {_number(offload['fallback_mib'])}")
     stayed = ", ".join(f"{reason} {_number(value)}" for reason, value in offload["stayed_mib"].items() if value)
-    table.add_row("  stayed by reason (MiB per step)", stayed or "nothing")
+    table.add_row("  stayed by reason (MiB per step)", stayed or ("not looked at" if offload["fraction"] == 0 else "nothing"))
 
 
 def _ranks_table(summary: Mapping[str, Any]) -> Table:

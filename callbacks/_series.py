@@ -22,7 +22,7 @@ _CHUNK = 256
 
 LOGGED = (
     *("step_ms", "tokens_per_s", "peak_allocated_mib", "peak_reserved_mib", "retained_mib", "pinned_mib"),
-    *("offload_out_mib", "offload_stall_ms"),
+    *("offload_out_mib", "offload_stall_ms", "offload_exposed_host_ms"),
 )
 """Names of the logged figures; the keys are `gdn/<name>` and `gdn/<name>/rank<r>`."""
 

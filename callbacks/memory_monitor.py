@@ -32,6 +32,7 @@ Each also as `.../rank{r}` for every rank; over ranks it is the maximum, for tok
 | `gdn/pinned_mib` | MiB | pinned host memory at the end of a step: of PyTorch's host allocator and of offload's pool, idle buffers included |
 | `gdn/offload_out_mib` | MiB | moved to the host per optimizer step, if the plan moves something (median) |
 | `gdn/offload_stall_ms` | ms | time per optimizer step for which compute waited for offload's copies, on a CUDA device (median) |
+| `gdn/offload_exposed_host_ms` | ms | host time of offload per optimizer step with nothing to hide behind, on a CUDA device (median); in no stall |
 
 `summary`, and `memory_rank{r}.json` in `dir`. None (null) is "not measured", never 0. Spreads are median, p95 (None below 20 steps),
 max, min, mean.
@@ -70,10 +71,11 @@ max, min, mean.
 | `notes` | | what to know before using the figures |
 
 `offload` holds, per optimizer step since the share of the bytes last changed (`steps` of them: `auto` settles on one), spreads of `out_mib`,
-`in_mib` and `stall_ms`, over all of these `out_gb_s`, `in_gb_s` (10^9 bytes per second) and the `hidden_share` of the copy time, `stayed_mib`
-per step by reason, `largest_small_mib` (largest storage below `min_bytes`, resident blocks aside), and that share, `fraction`. Over all steady
-steps `late_copies`, `prefetch_oom`, `fallbacks` and `fallback_mib` (the pool was full); of the pool the largest `pinned_held_mib`,
-`pinned_peak_mib` and, after a step, `pinned_in_use_mib`. Without a CUDA device the copies are simulated, and their times are None.
+`in_mib`, `stall_ms` and `exposed_host_ms` (host work of offload with nothing to hide behind; in no stall), over all of these `out_gb_s`,
+`in_gb_s` (10^9 bytes per second) and the `hidden_share` of the copy time, `stayed_mib` per step by reason, `largest_small_mib` (largest storage
+below `min_bytes`, resident blocks aside), and that share, `fraction`. Over all steady steps `late_copies`, `prefetch_oom`, `fallbacks` and
+`fallback_mib` (the pool was full); of the pool the largest `pinned_held_mib`, `pinned_peak_mib` and, after a step, `pinned_in_use_mib`. Without
+a CUDA device the copies are simulated, and their times are None.
 """
 
 from __future__ import annotations

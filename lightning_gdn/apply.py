@@ -10,6 +10,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from functools import partial
 
 import torch
@@ -24,7 +25,7 @@ from .offload.statistics import StepStatistics
 from .offload_config import MIB, OffloadConfig
 from .plan import Plan
 from .regions import GDN
-from .stayed import why_stayed
+from .stayed import share_found, why_stayed
 from .takeover import ON_FOREIGN_HOOKS, BlockTakeover, PartTakeover, Session, Takeover
 
 __all__ = ["AppliedPlan", "FreesNothingWarning", "apply_plan", "instrument", "unmoved_labels"]
@@ -67,6 +68,8 @@ class AppliedPlan:
             if device is not None:
                 engines.on(device)
             self.last_step = engines.step_statistics()
+            for found in engines.findings():
+                _log.log(logging.WARNING if found.by_host else logging.INFO, "%s", share_found(**asdict(found)))
         self._alike, self._session.alike = self._session.alike, True
         return self.last_step
 
@@ -98,8 +101,10 @@ class AppliedPlan:
         alike = self._alike and self._session.alike
         if engines is None:
             return counted, "every step" if alike else "first forward"
-        if counted is None or engines.offered_bytes is None or step is None or not step.forwards or not self._alike:
+        if counted is None or engines.offered_bytes is None or step is None or not self._alike or not (step.forwards or engines.at_rest):
             return counted, "first forward"
+        if engines.at_rest and not step.forwards:  # nobody looks any more: all stays
+            return counted + self.ledger.moved_bytes, "last step"
         if step.offered_bytes != engines.offered_bytes * step.forwards:
             return counted, "first forward"
         # Bytes moved are bytes freed, in the ledger storage by storage: what did not move this time is held again.

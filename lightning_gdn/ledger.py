@@ -91,6 +91,10 @@ class Ledger:
         self._sources.clear()
         return self.unfreed_bytes
 
+    def counts_next(self, block: str) -> bool:
+        """Whether the next call of a block is the one that is counted."""
+        return self._make is None and block in self.pending
+
     def watch(self, make: Callable[[str, nn.Module], Probe | None] | None) -> None:
         """Hand every further call of a block to a probe that `make(block's name, block)` gives; the rows stay. None ends it."""
         self._make = make

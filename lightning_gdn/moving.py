@@ -14,6 +14,7 @@ freed: a storage with an alias that stays is counted by reason (`skipped` of the
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from .ledger import is_weight_cast
+from .offload.budget import Finding
 from .offload.cuda import CudaBackend
 from .offload.engine import Engine
 from .offload.handles import Block, HostCopy
@@ -93,7 +95,21 @@ class Mover:
         watch: the regions whose saved tensors matter, from `learned` of an earlier call; None: not known yet, every region's are looked at.
     """
 
-    __slots__ = ("watch", "learned", "_moving", "_block", "_module", "_held", "_weights", "_records", "_outputs", "_pins", "_min_bytes", "_saved")
+    __slots__ = (
+        "watch",
+        "learned",
+        "_moving",
+        "_block",
+        "_module",
+        "_held",
+        "_weights",
+        "_records",
+        "_outputs",
+        "_pins",
+        "_min_bytes",
+        "_saved",
+        "_spent",
+    )
 
     def __init__(
         self,
@@ -117,9 +133,17 @@ class Mover:
         self._records: list[tuple[weakref.ref[Slot], int, str, bool]] = []
         self._outputs: dict[int, str] = {}
         self._pins: list[StorageWeakRef] = []  # of the outputs, whose addresses stand for them until the block ends
+        self._spent = 0  # nanoseconds in hooks
+        block.prepared()
 
     def saved(self, region: str, tensor: Tensor) -> Slot | tuple[Tensor, int]:
         """Autograd saves a tensor that is no parameter and no handle: what to hold in its place."""
+        since = time.perf_counter_ns()
+        packed = self._pack(region, tensor)
+        self._spent += time.perf_counter_ns() - since
+        return packed
+
+    def _pack(self, region: str, tensor: Tensor) -> Slot | tuple[Tensor, int]:
         wanted = region in self._saved
         try:
             storage = tensor.untyped_storage() if type(tensor) is Tensor else None
@@ -159,6 +183,7 @@ class Mover:
 
     def finish(self, regions: Sequence[Region]) -> list[Moved]:
         """The block's forward ended: move what moves. `regions` are those that may be replayed, with what they hold for it."""
+        self._block.begin_work(self._spent)
         groups: dict[int, _Group] = {}
         for reference, key, region, cast in self._records:
             slot = reference()
@@ -200,6 +225,7 @@ class Mover:
                 moved.append(Moved(named_by, ticket, StorageWeakRef(tensor.untyped_storage())))
                 for slot in group.slots:
                     slot.move(ticket)
+        self._block.end_work()
         return moved
 
     def _reason_to_stay(self, key: int, group: _Group, parameters: set[int | None]) -> str | None:
@@ -292,6 +318,15 @@ class Engines:
         """Whether this is the share of the bytes from here on: it was given, or `auto` has found it."""
         engines = self.by_device.values()
         return bool(engines) and all((engine.auto is None or engine.auto.settled) and engine.fraction == fraction for engine in engines)
+
+    @property
+    def at_rest(self) -> bool:
+        """Whether nothing moves on any device from here on."""
+        return bool(self.by_device) and all(engine.at_rest for engine in self.by_device.values())
+
+    def findings(self) -> list[Finding]:
+        """What `auto` found since this was asked last, where the share changed."""
+        return [found for engine in self.by_device.values() if engine.auto is not None and (found := engine.auto.take_finding()) is not None]
 
     def step_statistics(self) -> StepStatistics | None:
         """Snapshot and reset, summed over devices; None before a block ran. Times of a simulated device are no measurement and left out."""

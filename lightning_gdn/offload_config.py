@@ -35,8 +35,8 @@ class OffloadConfig:
     labels: tuple[str, ...]
     """Offload labels, see `lightning-gdn labels`. A list is taken too; one given twice counts once; none of them moves nothing."""
     fraction: float | str = 1.0
-    """Share **of the bytes** that the labels make eligible, from the first step on. 0 moves nothing. `"auto"` starts at 1, measures the copies
-    and the compute of a few steps, and settles on the largest share that stays hidden behind compute."""
+    """Share **of the bytes** that the labels make eligible, from the first step on. 0 moves nothing. `"auto"` starts at 1, measures the copies,
+    the compute and the host's part of a few steps, and settles on the largest share that hides behind compute; 0 where the host is the slower one."""
     min_bytes: int = MIB
     """Storages below this size stay on the GPU: a copy costs tens of microseconds of host time whatever its size."""
     max_pinned_gib: float | None = None

@@ -9,13 +9,17 @@ from collections.abc import Collection, Mapping
 
 from .offload_config import OffloadConfig
 
-__all__ = ["meaning", "size", "why_stayed"]
+__all__ = ["meaning", "share_found", "size", "why_stayed"]
 
 _NOT_SAVED = (
     "frozen weights and passes without gradients save nothing, and a later step can save copies instead (of another dtype under autocast, of "
     "another layout)"
 )
 _REPLAYED = "what a recompute label replays is not there to be moved: leave that label out of the arm or plan"
+_AT_REST = (
+    "a share of 0 moves nothing, and nothing is looked at any more: its steps are those without offload. For less memory at a slower step write a "
+    "share after @, for instance @1"
+)
 _FIXED = {
     "held": "used outside the block or held by the graph itself: moving it would free nothing",
     "weight_cast": "autocast's copies of weights",
@@ -53,6 +57,7 @@ def why_stayed(
     recomputes: bool = False,
     largest_small: int | None = None,
     when: str = "per step",
+    share: float | None = None,
 ) -> str:
     """Why nothing moved, and what to do about it, as the end of a sentence.
 
@@ -62,8 +67,11 @@ def why_stayed(
         recomputes: recompute labels are in force as well.
         largest_small: as `StepStatistics.largest_small`; None if it is not known.
         when: what the bytes are of.
+        share: the share of the bytes that moved, where `auto` chose it.
     """
     found = {reason: nbytes for reason, nbytes in stayed.items() if nbytes}
+    if not found and (share == 0 or (config is not None and config.fraction == 0)):
+        return _AT_REST
     if not found:
         reasons = f"{_REPLAYED}; or, as without it, {_NOT_SAVED}" if recomputes else f"{_NOT_SAVED}; leave the offload label out"
         return f"nothing that its offload labels name was saved: {reasons}"
@@ -79,6 +87,24 @@ def why_stayed(
     several = config is not None and len(config.labels) > 1
     of_all, for_them = (", of all offload labels together (one by itself has its own figures)", "for these ") if several else ("", "")
     return f"stayed {when}{of_all}: {', '.join(told)}; {for_them}{_remedy(found, config, last=small_and_last)}"
+
+
+def share_found(*, fraction: float, before: float, copies_alone: float, host_ms: float, stall_ms: float, compute_ms: float, elsewhere: bool) -> str:
+    """What `auto` found and what to do about it, in one sentence; the arguments are the fields of `Finding`."""
+    head = f"offload: fraction=auto settled on {fraction:.2g}" + ("" if before == 1 else f", down from {before:.2g}")
+    times = f"of {compute_ms:.1f} ms of forward and backward"
+    if elsewhere:
+        return f"{head}: another rank can move no more behind its compute"
+    if host_ms > stall_ms and fraction < 0.9 * copies_alone:
+        less = " and moves nothing any more" if fraction == 0 else f" (the copies alone would allow {copies_alone:.2g})"
+        return (
+            f"{head}{less}: the host, not the GPU, decides the step time here ({host_ms:.1f} ms of host work for copies had nothing to hide behind, "
+            f"{times}). Take larger micro-batches; or give fraction=1.0 (@1) if memory matters more than the step time"
+            + (f", which is about {100 * (host_ms + stall_ms) / compute_ms:.1f} % longer at a share of {before:.2g}" if compute_ms > 0 else "")
+        )
+    if fraction == 0:
+        return f"{head} and moves nothing any more: too little compute for the copies to hide behind ({stall_ms:.1f} ms of stalls {times})"
+    return f"{head}: what hides behind compute ({stall_ms:.1f} ms of stalls and {host_ms:.1f} ms of host work were exposed before, {times})"
 
 
 def _remedy(found: Collection[str], config: OffloadConfig | None, *, last: bool) -> str:

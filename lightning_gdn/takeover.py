@@ -174,9 +174,14 @@ class BlockTakeover(Takeover):
             return self._as_it_is(module, x.device, args, kwargs)
         if session.engines is None:
             return self._with_grad(module, x, None, args, kwargs)
+        engine = session.engines.on(x.device)
+        if engine.at_rest and not session.ledger.counts_next(self.name):  # nothing moves any more: as without offload
+            if self._counted is not None and self._counted[:3] != (x.shape, x.dtype, module.training):
+                session.alike = False
+            return self._with_grad(module, x, None, args, kwargs)
         if self._moving is not None and not self._may_run(module):
             return self._as_it_is(module, x.device, args, kwargs)
-        with session.engines.on(x.device).block(self._index, session.engines.count) as block:
+        with engine.block(self._index, session.engines.count) as block:
             out = self._with_grad(module, x, block, args, kwargs)
         if out.requires_grad:
             out.register_hook(block.backward)
@@ -195,13 +200,13 @@ class BlockTakeover(Takeover):
         handed_on: Carry | None = x.__dict__.pop(_CARRY, None) if self._continues else None
         if probe is not None:
             session.ledger.kernels.update(self._adapter.kernels(module, x.device, session.kernels))
-        mover, state = None, (x.shape, x.dtype)
+        mover, state = None, (x.shape, x.dtype, module.training) if session.engines is not None else (x.shape, x.dtype)
         if moving is not None and block is not None:
             state = self._state(x, args, kwargs)
             mover = Mover(moving, block, module, (args, kwargs), x, self._casts(module, x.device), self._watched(state))
         if probe is not None:
             self._counted = state
-        elif state != self._counted:
+        elif self._counted is None or state != self._counted[: len(state)]:
             session.alike = False
         with Tape(self._modes, x.device, probe, handed_on, session.kernels, mover) as tape:
             out = self._run(module, tape, *args, **kwargs)
@@ -222,7 +227,7 @@ class BlockTakeover(Takeover):
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         weights = tuple((weight.requires_grad, weight.dtype) for weight in module.parameters())
         given = tuple(isinstance(arg, Tensor) for arg in args), tuple(name for name, value in kwargs.items() if value is not None)
-        return module.training, x.shape, x.dtype, x.requires_grad, autocast, weights, given
+        return x.shape, x.dtype, module.training, x.requires_grad, autocast, weights, given
 
     def _watched(self, state: tuple[Any, ...]) -> frozenset[str] | None:
         """The regions whose saved tensors matter in this state. None: to be learned from a call whose hooks see all of them, as in a state that

@@ -40,6 +40,7 @@ COLUMNS = (
     "offload_out_mib",
     "offload_share",
     "offload_stall_ms",
+    "offload_exposed_host_ms",
     "pinned_held_mib",
     "losses",
     "loss_max_abs_diff",
@@ -160,7 +161,7 @@ def _arm(arm: str, records: Sequence[Mapping[str, Any]], control: Mapping[int, M
     }
 
 
-OFFLOAD_FIGURES = ("out_mib", "in_mib", "out_gb_s", "in_gb_s", "stall_ms", "hidden_share", "pinned_held_mib", "fallbacks")
+OFFLOAD_FIGURES = ("out_mib", "in_mib", "out_gb_s", "in_gb_s", "stall_ms", "exposed_host_ms", "hidden_share", "pinned_held_mib", "fallbacks")
 
 
 def _offload(records: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
@@ -168,7 +169,7 @@ def _offload(records: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     told = [found for r in records if (found := (r.get("monitor") or {}).get("offload"))]
     if not told:
         return None
-    values = {name: [found[name]["median"] if isinstance(found[name], Mapping) else found[name] for found in told] for name in OFFLOAD_FIGURES}
+    values = {name: [each["median"] if isinstance(each := found.get(name), Mapping) else each for found in told] for name in OFFLOAD_FIGURES}
     shares = [found for r in records if (found := r.get("offload"))]
     return {
         **{name: _median(each) for name, each in values.items()},
@@ -198,6 +199,7 @@ def _unmoved(entry: Mapping[str, Any], recipe: Mapping[str, Any] | None) -> str 
         _offload_config(recipe, chosen),
         recomputes=bool(chosen.recompute),
         largest_small=None if largest is None else round(largest * 2**20),
+        share=moved["share"]["median"] if moved["share"] else None,
     )
     settled = f" at the share of {moved['share']['median']:g} that auto settled on" if moved["asked"] == "auto" and moved["share"] else ""
     return f"{entry['arm']}: moved nothing to the host in its steady steps{settled}; {why}"
@@ -263,6 +265,7 @@ def _row(entry: Mapping[str, Any]) -> list[Any]:
         "offload_out_mib": (entry["offload"] or {}).get("out_mib"),
         "offload_share": ((entry["offload"] or {}).get("share") or {}).get("median"),
         "offload_stall_ms": (entry["offload"] or {}).get("stall_ms"),
+        "offload_exposed_host_ms": (entry["offload"] or {}).get("exposed_host_ms"),
         "pinned_held_mib": (entry["offload"] or {}).get("pinned_held_mib"),
         "losses": entry["losses"]["verdict"],
         "loss_max_abs_diff": entry["losses"]["max_abs_diff"],

@@ -116,7 +116,8 @@ def _offload(figures: Mapping[str, Any] | None) -> list[str]:
         return ["", "", "", ""]
     full = f", {figures['fallbacks']:g} stayed" if figures["fallbacks"] else ""
     rates = ", ".join(NOT_KNOWN if figures[way] is None else f"{figures[way]:.1f}" for way in ("out_gb_s", "in_gb_s"))
-    stall = NOT_KNOWN if figures["stall_ms"] is None else f"{figures['stall_ms']:.1f} ms"
+    host = figures.get("exposed_host_ms") or 0.0
+    stall = NOT_KNOWN if figures["stall_ms"] is None else f"{figures['stall_ms']:.1f} ms" + (f" + {host:.1f} ms host" if host >= 0.05 else "")
     return [f"{figures['out_mib']:.1f} MiB{_share(figures)}{full}", rates, stall, f"{figures['pinned_held_mib']:.1f} MiB"]
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .statistics import StepStatistics
 
-__all__ = ["AutoFraction", "Budget"]
+__all__ = ["AutoFraction", "Budget", "Finding"]
 
 
 class Budget:
@@ -35,6 +36,32 @@ class Budget:
         return fits
 
 
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """Why `auto` changed the share, or settled on it; times are of one step at the share `before`, on this rank."""
+
+    fraction: float
+    before: float
+    copies_alone: float
+    """The share whose copies hide, whatever the host's part."""
+    host_ms: float
+    """Host time of offload that was hidden behind nothing."""
+    stall_ms: float
+    compute_ms: float
+    """Forward and backward of the blocks, without what was lost."""
+    elsewhere: bool
+    """Another rank has the smaller share."""
+
+    @property
+    def by_host(self) -> bool:
+        """The host's time, not the copies, keeps the share well below what could hide."""
+        return not self.elsewhere and self.host_ms > self.stall_ms and self.fraction < 0.9 * self.copies_alone
+
+
+SMALLEST, SMALLEST_BY_HOST = 0.01, 0.05
+"""Smaller shares are 0. Where the host decides, sooner: hooks and contexts around the blocks cost it the same whatever the share."""
+
+
 def _alone(value: float) -> float:
     return value
 
@@ -48,6 +75,10 @@ class AutoFraction:
     own copies can be more than its neighbour's compute covers, though all of them together fit. The first step down follows the share of
     the copy time that was lost, each further one the line through the last two, to where it loses nothing.
 
+    Host time of offload that nothing hid is lost as well, from the first answer on: where launches decide the step, the GPU waits for the host
+    and never for a copy. That time is proportional to the share at most, so the share that loses `margin * tolerance` is taken at once; a part
+    that does not shrink with the share shows in the next steps, as a line that ends below it. Then the share is 0, and offload rests.
+
     Call `observe` once per optimizer step on every rank: `reduce_min` is a collective when there are several, and is called in the
     same steps on all of them.
 
@@ -56,7 +87,7 @@ class AutoFraction:
         skip: steps to ignore.
         measure: steps to sum.
         margin: share of the compute that copies may fill.
-        tolerance: share of the compute that may be lost to stalls before the fraction goes down.
+        tolerance: share of the compute that may be lost to stalls and to host time before the fraction goes down.
     """
 
     def __init__(
@@ -67,7 +98,9 @@ class AutoFraction:
         self._reduce, self._skip, self._measure, self._margin, self._tolerance = reduce_min, skip, measure, margin, tolerance
         self._window: list[StepStatistics] = []
         self._before: tuple[float, float] | None = None
-        """A larger share, and what of the compute it lost to stalls."""
+        """A larger share, and what of the compute it lost."""
+        self._copies_alone = 1.0
+        self._finding: Finding | None = None
 
     def observe(self, sample: StepStatistics) -> float:
         """Take the statistics of one step; returns the fraction for the next one."""
@@ -77,16 +110,59 @@ class AutoFraction:
         self._window.append(sample)
         if len(self._window) < self._measure:
             return self.fraction
-        found = self._hidden_share() if not self.settled else self._without_stalls()
-        self._window.clear()
+        found = self._first_answer() if not self.settled else self._without_loss()
         # Unsettled ranks (nothing timed yet) answer -1, so that all of them go on measuring: agreement comes before speed.
         agreed = self._reduce(-1.0 if found is None else found)
         if agreed >= 0:
-            self.fraction, self.settled = min(self.fraction, agreed), True
+            before, settled = self.fraction, self.settled
+            self.fraction, self.settled = min(before, agreed), True
+            if not settled or self.fraction < before:
+                self._tell(before, elsewhere=found is not None and agreed < found)
+        self._window.clear()
         return self.fraction
+
+    def take_finding(self) -> Finding | None:
+        """What was found since this was asked last, if the share settled or changed."""
+        found, self._finding = self._finding, None
+        return found
+
+    def _tell(self, before: float, *, elsewhere: bool) -> None:
+        steps, (host, stall, compute) = len(self._window), self._losses()
+        self._finding = Finding(
+            fraction=self.fraction,
+            before=before,
+            copies_alone=self._copies_alone,
+            host_ms=host / steps,
+            stall_ms=stall / steps,
+            compute_ms=compute / steps,
+            elsewhere=elsewhere,
+        )
 
     def _sum(self, name: str) -> float:
         return float(sum(getattr(sample, name) for sample in self._window))
+
+    def _losses(self) -> tuple[float, float, float]:
+        """Milliseconds of exposed host time, of stalls, and of the compute without them."""
+        host = self._sum("exposed_host_out_ms") + self._sum("exposed_host_in_ms")
+        stall = self._sum("stall_out_ms") + self._sum("stall_in_ms")
+        return host, stall, self._sum("forward_ms") + self._sum("backward_ms") - stall - host
+
+    def _first_answer(self) -> float | None:
+        share = self._hidden_share()
+        if share is None:
+            return None
+        self._copies_alone = share
+        host, stall, compute = self._losses()
+        if host <= self._tolerance * compute:
+            return share
+        lost = host / compute if compute > 0 else 1.0
+        self._before = self.fraction, lost + (stall / compute if compute > 0 else 0.0)
+        bound = self._bearable(lost)
+        return share if share <= bound else bound if bound >= SMALLEST_BY_HOST else 0.0
+
+    def _bearable(self, lost: float) -> float:
+        """The share that loses less than is tolerated, if all that was lost is proportional to it."""
+        return self.fraction * self._margin * self._tolerance / lost
 
     def _hidden_share(self) -> float | None:
         shares = [1.0]
@@ -99,17 +175,18 @@ class AutoFraction:
                 shares.append(self._margin * self._sum(f"timed_bytes_{way}") / ms * compute / eligible)
         return min(shares)
 
-    def _without_stalls(self) -> float:
-        stall = self._sum("stall_out_ms") + self._sum("stall_in_ms")
+    def _without_loss(self) -> float:
+        host, stall, compute = self._losses()
         copies = self._sum("copy_out_ms") + self._sum("copy_in_ms")
-        compute = self._sum("forward_ms") + self._sum("backward_ms") - stall
-        if copies <= 0 or stall <= self._tolerance * compute:
+        if copies <= 0 or host + stall <= self._tolerance * compute:
             return self.fraction
-        lost, before = stall / compute if compute > 0 else 1.0, self._before
+        lost, before = (host + stall) / compute if compute > 0 else 1.0, self._before
         self._before = self.fraction, lost
-        lower = self.fraction * (1 - stall / copies)
+        by_host = host > stall
+        lower = self._bearable(lost) if by_host else self.fraction * (1 - (host + stall) / copies)
         if before is not None and before[0] > self.fraction and before[1] > lost:
             line = self.fraction - lost * (before[0] - self.fraction) / (before[1] - lost)
-            lower = max(line, 0.75 * self.fraction)  # two noisy points make a steep line
+            # Two noisy points make a steep line. A share that is too small for the host costs memory, one too large every step.
+            lower = min(lower, max(line, 0.5 * lower)) if by_host else max(line, 0.75 * self.fraction)
         lower = max(0.0, min(0.95 * self.fraction, lower))
-        return lower if lower >= 0.01 else 0.0
+        return lower if lower >= (SMALLEST_BY_HOST if by_host else SMALLEST) else 0.0

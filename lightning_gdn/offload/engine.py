@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -55,6 +56,8 @@ class Engine:
         self.config, self._backend = config, backend
         self.auto = (AutoFraction(reduce_min) if reduce_min else AutoFraction()) if config.fraction == "auto" else None
         self.fraction = 1.0 if self.auto is not None else float(config.fraction)
+        self.at_rest = self.fraction == 0
+        """Nothing moves from here on: the share was given as 0, or `auto` has settled on it. Callers may leave the engine out."""
         self.pool = Pool(backend, config.max_pinned_bytes)
         self.timeline: list[TimelineEntry] | None = None
         """Set it to a list to have every enqueued copy and every use written down."""
@@ -68,6 +71,7 @@ class Engine:
 
     def block(self, index: int, count: int) -> Block:
         """Context of one call of block `index` of `count` in forward. A forward pass begins where the index does not rise."""
+        since = time.perf_counter_ns()
         with self._lock:
             self._collect()
             forward: Pass | None = getattr(self._threads, "forward", None)
@@ -78,7 +82,7 @@ class Engine:
                 self._recorder.add("forwards")
                 forward = self._threads.forward = Pass(self._passes, self.fraction)
             forward.last = index
-            return Block(self, forward, index, count)
+            return Block(self, forward, index, count, since)
 
     def step_statistics(self) -> StepStatistics:
         """Snapshot of everything since the last call, and reset. Call it once per optimizer step, on every rank: with `fraction="auto"`
@@ -90,7 +94,10 @@ class Engine:
             statistics = self._recorder.snapshot(self.pool, self.fraction)
         if self.auto is not None:
             before, self.fraction = self.fraction, self.auto.observe(statistics)
-            if self.fraction < 0.9 * before:  # pinning anew takes time: for the large step down when it settles, not for small ones
+            self.at_rest = self.auto.settled and self.fraction == 0
+            if self.fraction < 0.9 * before or (
+                self.at_rest and self.pool.held
+            ):  # pinning anew takes time: for the large step down when it settles, not for small ones
                 self.close()  # the smaller share pins what it needs, once; what the larger one needed is the machine's again
         return statistics
 
@@ -127,6 +134,7 @@ class Engine:
                 block._pass.started = self._recorder.mark(self._backend.current())
 
     def _leave(self, block: Block, *, failed: bool) -> None:
+        since = time.perf_counter_ns()
         with self._lock:
             forward, last = block._pass, block.index >= block._count - 1
             block._seen.clear()
@@ -137,6 +145,19 @@ class Engine:
             self._release(forward, block.index + 1 if last or failed else block.index - self.config.release_blocks + 1)
             if last and not failed:
                 self._recorder.span("forward", forward.started, self._recorder.mark(self._backend.current()), forward.eligible)
+            self._recorder.host("out", time.perf_counter_ns() - since)
+
+    def _begin_work(self, block: Block, spent_ns: int) -> None:
+        with self._lock:
+            self._collect()  # waits for copies of abandoned graphs are no host work
+            self._recorder.host("out", spent_ns)
+            block._work = self._recorder.before_work(block.index + block._pass.number, self._backend.current())
+
+    def _end_work(self, block: Block) -> None:
+        begun, block._work = block._work, None
+        if begun is not None:
+            with self._lock:
+                self._recorder.host("out", self._recorder.after_work("out", begun, self._backend.current()))
 
     def _release(self, forward: Pass, before: int) -> None:
         """Let the sources of all blocks below `before` go."""
@@ -146,6 +167,15 @@ class Engine:
         self._transfers.let_go(copies)
 
     def _offer(self, block: Block, offers: Sequence[tuple[Tensor, int]]) -> list[HostCopy | None]:
+        if block._work is not None:  # the caller's work began before this, and ends after it
+            return self._offered(block, offers)
+        self._begin_work(block, 0)
+        try:
+            return self._offered(block, offers)
+        finally:
+            self._end_work(block)
+
+    def _offered(self, block: Block, offers: Sequence[tuple[Tensor, int]]) -> list[HostCopy | None]:
         with self._lock:
             self._collect()
             moving = list[HostCopy]()
@@ -211,6 +241,7 @@ class Engine:
         return HostCopy(self, block, copy, self._tickets)
 
     def _fetch(self, ticket: HostCopy) -> torch.UntypedStorage:
+        since = time.perf_counter_ns()
         with self._lock:
             self._collect()
             self._refuse_capture()
@@ -222,33 +253,47 @@ class Engine:
             if copy.arrived is not arrived:
                 self._note("in", ticket, index)
             self._note("use", ticket, index)
+            self._recorder.host("in", time.perf_counter_ns() - since)
             return storage
 
     def _turn(self, block: Block) -> None:
+        since = time.perf_counter_ns()
         with self._lock:
             self._collect()
             self._prefetch(block, _graph_task())
+            self._recorder.host("in", time.perf_counter_ns() - since)
 
     def _prefetch(self, block: Block, task: int) -> None:
         """Once per backward and block: enqueue what is left of its own reloads and those of the nearest blocks before it, last first."""
         forward = block._pass
         if forward.task == task and forward.reached <= block.index:
             return
-        mark = self._recorder.mark(self._backend.current())
+        if forward.task == task:
+            self._forget(forward, block.index, forward.reached)
+        stream = self._backend.current()
+        mark = self._recorder.mark(stream)
         if forward.task == task:
             self._recorder.span("backward", forward.turned, mark)
-            self._forget(forward, block.index, forward.reached)
         forward.task, forward.reached, forward.turned = task, block.index, mark
+        begun = self._recorder.before_work(block.index + forward.number, stream)
+        if self._ahead(block, task):
+            self._recorder.after_work("in", begun, stream)
+
+    def _ahead(self, block: Block, task: int) -> bool:
+        """Enqueue reloads, see `_prefetch`; whether there were any."""
+        forward, found = block._pass, False
         wanted = self.config.prefetch_blocks
         for index, shelf in reversed(forward.shelves):
             live = [ticket for reference in shelf if (ticket := reference()) is not None] if index <= block.index else []
             missing = [ticket for ticket in reversed(live) if self._is_missing(ticket._copy, task)]
             for stream, group in itertools.groupby(missing, key=lambda ticket: ticket._copy.stream):
+                found = True
                 if not self._reload(list(group), stream, block.index, task):
-                    return
+                    return found
             wanted -= bool(live) and index < block.index
             if not wanted:
-                return
+                break
+        return found
 
     @staticmethod
     def _is_missing(copy: Copy, task: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
@@ -51,7 +52,11 @@ class HostCopy:
 
     def view(self, size: Sequence[int], stride: Sequence[int], offset: int, dtype: torch.dtype) -> Tensor:
         """`fetch`, and a view of the storage with exactly this size, stride and offset."""
-        return view_of(self.fetch(), size, stride, offset, dtype)
+        storage = self.fetch()
+        since = time.perf_counter_ns()
+        view = view_of(storage, size, stride, offset, dtype)
+        self._engine._recorder.host("in", time.perf_counter_ns() - since)
+        return view
 
 
 class Pass:
@@ -74,13 +79,15 @@ class Block:
     Entering it raises `RuntimeError` while the current stream is being captured into a CUDA graph.
     """
 
-    __slots__ = ("index", "_count", "_engine", "_pass", "_shelf", "_moving", "_seen")
+    __slots__ = ("index", "_count", "_engine", "_pass", "_shelf", "_moving", "_seen", "_since", "_work")
 
-    def __init__(self, engine: Engine, forward: Pass, index: int, count: int) -> None:
+    def __init__(self, engine: Engine, forward: Pass, index: int, count: int, since: int) -> None:
         self.index, self._count, self._engine, self._pass = index, count, engine, forward
         self._shelf: list[weakref.ref[HostCopy]] = []
         self._moving: list[Copy] = []
         self._seen: dict[int, tuple[StorageWeakRef, weakref.ref[HostCopy] | None]] = {}
+        self._since = since  # when the engine was asked for it
+        self._work: tuple[Event | None, int] | None = None
 
     def __enter__(self) -> Block:
         self._engine._enter(self)
@@ -113,6 +120,18 @@ class Block:
         """Count a storage that the caller does not offer, so that the step's statistics say why."""
         with self._engine._lock:
             self._engine._recorder.skip(reason, nbytes)
+
+    def prepared(self) -> None:
+        """All host time since this context was asked for was offload's."""
+        self._engine._recorder.host("out", time.perf_counter_ns() - self._since)
+
+    def begin_work(self, spent_ns: int = 0) -> None:
+        """From here to `end_work` the host works for offload and nobody enqueues compute; `spent_ns` of such time went before, here and there."""
+        self._engine._begin_work(self, spent_ns)
+
+    def end_work(self) -> None:
+        """See `begin_work`."""
+        self._engine._end_work(self)
 
     def backward(self, _: object = None) -> None:
         """This block's backward begins: enqueue the reloads of the blocks before it. `fetch` calls it too; a hook on the gradient of the

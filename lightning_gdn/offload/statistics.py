@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -13,6 +14,9 @@ __all__ = ["Recorder", "StepStatistics", "TimelineEntry", "merged"]
 
 FOLD_SPANS = 8192
 """Times that may wait to be read: some hundred steps' worth would else pile up where nobody asks for statistics."""
+
+HOST_SAMPLE = 3
+"""One block in so many is looked at for whether the device ran dry while the host worked. Odd: hybrids repeat in fours."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +61,10 @@ class StepStatistics:
     """Time for which compute waited in forward for a copy out, so that its source could go."""
     stall_in_ms: float = 0.0
     """Time for which compute waited in backward for a reload."""
+    exposed_host_out_ms: float = 0.0
+    """Host time of offload in forward during which the device had nothing else to do. It is in no stall: nothing waited for a copy."""
+    exposed_host_in_ms: float = 0.0
+    """The same in backward."""
     forward_ms: float = 0.0
     """From the first block's start to the last block's end, stalls included, over all forward passes timed."""
     backward_ms: float = 0.0
@@ -76,6 +84,8 @@ class StepStatistics:
             copy_in_ms=0.0,
             stall_out_ms=0.0,
             stall_in_ms=0.0,
+            exposed_host_out_ms=0.0,
+            exposed_host_in_ms=0.0,
             forward_ms=0.0,
             backward_ms=0.0,
             timed_bytes_out=0,
@@ -109,6 +119,11 @@ class StepStatistics:
         return self.stall_out_ms + self.stall_in_ms
 
     @property
+    def exposed_host_ms(self) -> float:
+        """Host time of offload that was hidden behind nothing, in both directions."""
+        return self.exposed_host_out_ms + self.exposed_host_in_ms
+
+    @property
     def hidden_share(self) -> float | None:
         """Share of the copy time that compute did not wait for; None where nothing was timed."""
         copies = self.copy_out_ms + self.copy_in_ms
@@ -116,7 +131,8 @@ class StepStatistics:
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-able."""
-        return {**asdict(self), "out_gb_s": self.out_gb_s, "in_gb_s": self.in_gb_s, "stall_ms": self.stall_ms, "hidden_share": self.hidden_share}
+        names = ("out_gb_s", "in_gb_s", "stall_ms", "exposed_host_ms", "hidden_share")
+        return {**asdict(self), **{name: getattr(self, name) for name in names}}
 
 
 def merged(parts: Sequence[StepStatistics]) -> StepStatistics | None:
@@ -163,6 +179,8 @@ class Recorder:
         self._times: dict[str, float] = {}
         self._sizes: dict[str, int] = {}
         self._fold_at = FOLD_SPANS
+        self._host_ns = {"out": 0, "in": 0}
+        self._dry = {"out": 0.0, "in": 0.0}
 
     def add(self, name: str, amount: int = 1) -> None:
         """Count."""
@@ -177,12 +195,36 @@ class Recorder:
         return self._backend.record(stream, timing=True) if self.timing else None
 
     def span(self, name: str, start: Event | None, end: Event | None, nbytes: int = 0) -> None:
-        """A time to be read later; `name` is `copy_out`, `copy_in`, `stall_out`, `stall_in`, `forward` or `backward`."""
+        """A time to be read later; `name` is `copy_out`, `copy_in`, `stall_out`, `stall_in`, `host_out`, `host_in`, `forward` or `backward`."""
         if start is not None and end is not None:
             self._spans.append((name, start, end, nbytes))
             if len(self._spans) >= self._fold_at:  # nobody takes statistics: events must not pile up
                 self._fold()
                 self._fold_at = FOLD_SPANS + len(self._spans)
+
+    def host(self, way: str, spent_ns: int) -> None:
+        """Host time that offload took on its way `out` or `in`, hidden or not."""
+        self._host_ns[way] += spent_ns
+
+    def before_work(self, number: int, stream: Stream) -> tuple[Event | None, int]:
+        """Host work begins, during which nobody enqueues anything on `stream`. One in `HOST_SAMPLE` numbers is looked at."""
+        return self.mark(stream) if number % HOST_SAMPLE == 0 else None, time.perf_counter_ns()
+
+    def after_work(self, way: str, begun: tuple[Event | None, int], stream: Stream) -> int:
+        """It ended: returns its nanoseconds. Between two marks with nothing in between the device's clock runs only if it had nothing to do."""
+        start, since = begun
+        spent = time.perf_counter_ns() - since
+        if start is not None:
+            self.span(f"host_{way}", start, self.mark(stream), spent)
+        return spent
+
+    def _exposed_ms(self, way: str) -> float:
+        """Of all host time, the share for which the device was dry in the work that was looked at. After `_fold`; resets."""
+        spent, self._host_ns[way] = self._host_ns[way] / 1e6, 0
+        looked = self._sizes.get(f"host_{way}", 0) / 1e6
+        if looked > 0:
+            self._dry[way] = min(1.0, max(0.0, self._times[f"host_{way}"] / looked))
+        return spent * self._dry[way]
 
     def _fold(self) -> None:
         """Read the times that were reached, without waiting for the device."""
@@ -198,6 +240,7 @@ class Recorder:
     def snapshot(self, pool: Pool, fraction: float) -> StepStatistics:
         """Everything since the last snapshot, without waiting for the device; resets."""
         self._fold()
+        exposed_out, exposed_in = self._exposed_ms("out"), self._exposed_ms("in")
         times, nbytes, self._times, self._sizes = self._times, self._sizes, {}, {}
         counts, self.counts = self.counts, {}
         skipped, self.skipped = self.skipped, {}
@@ -229,6 +272,8 @@ class Recorder:
             copy_in_ms=times.get("copy_in", 0.0),
             stall_out_ms=times.get("stall_out", 0.0),
             stall_in_ms=times.get("stall_in", 0.0),
+            exposed_host_out_ms=exposed_out,
+            exposed_host_in_ms=exposed_in,
             forward_ms=times.get("forward", 0.0),
             backward_ms=times.get("backward", 0.0),
             timed_bytes_out=nbytes.get("copy_out", 0),

@@ -312,3 +312,40 @@ def test_a_forked_child_can_come_and_go(make: Any) -> None:
         assert int(view_of(ticket.fetch(), (4 * MIB,), (1,), 0, torch.uint8).float().mean().item()) == value
         del ticket, block
     assert os.waitpid(child, 0)[1] == 0
+
+
+@pytest.mark.parametrize("behind", [True, False])
+def test_host_time_is_exposed_where_the_device_waits_for_it(behind: bool, make: Any) -> None:
+    """Not yet run on a GPU when it was written. Storages are small, so that no copy stalls; a device that is milliseconds behind hides all."""
+    engine, blocks = make(), 24
+
+    def compute() -> None:
+        if behind:
+            torch.cuda._sleep(4_000_000)  # cycles: some 2 ms
+
+    def step() -> tuple[float, Any]:
+        graph = []
+        for index in range(blocks):
+            with engine.block(index, blocks) as block:
+                compute()
+                sources = [torch.ones(4096, device="cuda") for _ in range(4)]
+                graph.append((block, block.offer_all([(source, 1) for source in sources])))
+                del sources
+        for block, tickets in reversed(graph):
+            block.backward()
+            compute()
+            for ticket in tickets:
+                ticket.fetch()
+        torch.cuda.synchronize()
+        host_ms = sum(engine._recorder._host_ns.values()) / 1e6
+        return host_ms, engine.step_statistics()
+
+    for _ in range(3):
+        step()
+    host_ms, found = step()
+    assert host_ms > 0
+    assert found.copies_out == 4 * blocks
+    if behind:
+        assert found.exposed_host_ms < 0.1 * host_ms
+    else:
+        assert found.exposed_host_ms > 0.5 * host_ms

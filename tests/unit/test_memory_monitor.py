@@ -901,7 +901,7 @@ def test_offload_is_told_per_step_and_only_where_something_may_move(capsys: pyte
 def test_pinned_memory_counts_the_pool_of_offload(device: FakeDevice) -> None:
     device.pinned = 12 * MIB
     strategy = SingleDeviceStrategy("cpu")
-    step = offload_step(pinned_held=3 * MIB, copy_out_ms=2.0, copy_in_ms=2.0, timed_bytes_out=10**7, stall_in_ms=1.0)
+    step = offload_step(pinned_held=3 * MIB, copy_out_ms=2.0, copy_in_ms=2.0, timed_bytes_out=10**7, stall_in_ms=1.0, exposed_host_out_ms=3.0)
     strategy.applied = SimpleNamespace(plan=None, ledger=None, kernels=None, last_step=step)  # type: ignore[attr-defined]
     logger, monitor = Rows(), quiet()
     trainer_for(monitor, max_steps=5, logger=logger, strategy=strategy, accelerator="auto", devices="auto").fit(Tiny())
@@ -909,7 +909,9 @@ def test_pinned_memory_counts_the_pool_of_offload(device: FakeDevice) -> None:
     found = monitor.summary["offload"]
     assert (found["out_gb_s"], found["hidden_share"], found["stall_ms"]["median"]) == (5.0, 0.75, 1.0)
     assert found["in_gb_s"] == 0.0
+    assert found["exposed_host_ms"]["median"] == 3.0
     assert logger.ours[-1][1]["gdn/offload_stall_ms"] == 1.0
+    assert logger.ours[-1][1]["gdn/offload_exposed_host_ms"] == 3.0
     assert found["stayed_mib"] == {"min_bytes": 2.0}
 
 

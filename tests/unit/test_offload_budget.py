@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from lightning_gdn.offload.budget import AutoFraction, Budget
+from lightning_gdn.stayed import share_found
 
 
 @pytest.mark.parametrize("fraction", [0.0, 0.1, 1 / 3, 0.5, 0.7, 0.999, 1.0])
@@ -32,8 +34,11 @@ def test_equal_storages_are_spread_evenly_and_exactly() -> None:
         assert [budget.admit(1 << 20) for _ in range(40)] == [(i + 1) % period == 0 for i in range(40)]
 
 
-def sample(*, rate_out: float = 50.0, rate_in: float = 50.0, forward: float = 100.0, backward: float = 200.0, eligible: int, moved: int) -> Any:
-    """One step as the engine would report it: rates in 10⁶ bytes per ms, times in ms. What does not hide is a stall."""
+def sample(
+    *, rate_out: float = 50.0, rate_in: float = 50.0, forward: float = 100.0, backward: float = 200.0, eligible: int, moved: int, host: float = 0.0
+) -> Any:
+    """One step as the engine would report it: rates in 10⁶ bytes per ms, times in ms. What does not hide is a stall; `host` is exposed host time,
+    half of it in each direction."""
     out, back = moved / rate_out / 1e6, moved / rate_in / 1e6
     stalls = max(0.0, out - forward), max(0.0, back - backward)
     return SimpleNamespace(
@@ -43,8 +48,10 @@ def sample(*, rate_out: float = 50.0, rate_in: float = 50.0, forward: float = 10
         copy_in_ms=back,
         stall_out_ms=stalls[0],
         stall_in_ms=stalls[1],
-        forward_ms=forward + stalls[0],
-        backward_ms=backward + stalls[1],
+        forward_ms=forward + stalls[0] + host / 2,
+        backward_ms=backward + stalls[1] + host / 2,
+        exposed_host_out_ms=host / 2,
+        exposed_host_in_ms=host / 2,
         timed_eligible_bytes=eligible,
     )
 
@@ -146,3 +153,114 @@ def test_noise_does_not_drive_the_share_to_nothing(seed: int) -> None:
     shares = [auto.observe(with_knee(auto.fraction, noise=rng.uniform(0.7, 1.3))) for _ in range(60)]
     assert shares == sorted(shares, reverse=True)
     assert 0.5 < shares[-1] <= 0.74
+
+
+def host_bound(auto: AutoFraction, *, whole: float, fixed: float = 0.0, noise: float = 1.0, eligible: int = 2 * 10**9) -> Any:
+    """300 ms of compute, copies that fit well, and exposed host time: `whole` ms at a share of 1, of which `fixed` do not shrink with it."""
+    share = auto.fraction
+    host = noise * (fixed + (whole - fixed) * share) if share else 0.0  # at rest there is none
+    return sample(eligible=eligible if share else 0, moved=int(eligible * share), host=host)
+
+
+@pytest.mark.parametrize(
+    ("whole", "fixed", "expected"),
+    [
+        (1.4, 0.0, 1.0),  # within the tolerance of 1.5 ms
+        (1.4, 1.4, 1.0),
+        (3.0, 0.0, 0.4),  # 1 % lost, 0.4 % is taken
+        (6.0, 0.0, 0.2),
+        (3.0, 0.3, 0.4),  # 1.38 ms there
+        (28.0, 0.0, 0.0),  # 9 % lost, as 0.8B at 4096 tokens: what is left would be less than a twentieth
+        (6.0, 3.0, 0.0),  # the fixed part alone is too much
+    ],
+)
+def test_host_time_that_nothing_hides_is_lost_too(whole: float, fixed: float, expected: float) -> None:
+    auto = AutoFraction()
+    shares = [auto.observe(host_bound(auto, whole=whole, fixed=fixed)) for _ in range(20)]
+    assert shares[:4] == [1.0] * 4
+    assert shares[-1] == pytest.approx(expected)
+    assert len(set(shares[10:])) == 1, "two windows after the first answer at the latest"
+    last = host_bound(auto, whole=whole, fixed=fixed)
+    assert last.exposed_host_out_ms + last.exposed_host_in_ms <= 0.005 * 300
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_noise_of_the_host_neither_shakes_the_share_off_nor_holds_it_up(seed: int) -> None:
+    rng = random.Random(seed)
+
+    def settled(whole: float, fixed: float) -> float:
+        auto = AutoFraction()
+        shares = [auto.observe(host_bound(auto, whole=whole, fixed=fixed, noise=rng.uniform(0.8, 1.2))) for _ in range(60)]
+        assert shares == sorted(shares, reverse=True)
+        return shares[-1]
+
+    assert settled(1.2, 0.0) == 1.0
+    assert 0.15 < settled(3.0, 0.0) < 0.5
+    assert settled(6.0, 2.5) == 0.0
+    assert settled(30.0, 0.0) == 0.0
+
+
+def test_the_host_and_the_copies_are_both_respected() -> None:
+    auto = AutoFraction()
+    for _ in range(5):
+        auto.observe(sample(eligible=10**10, moved=10**10, host=1.6))  # the copies allow 0.41, the host 0.75
+    assert auto.fraction == pytest.approx(0.4, rel=0.03)
+    auto = AutoFraction()
+    for _ in range(5):
+        auto.observe(sample(eligible=4 * 10**9, moved=4 * 10**9, host=4.0))  # the copies allow all of it, the host 0.3
+    assert auto.fraction == pytest.approx(0.3)
+
+
+def test_a_host_that_decides_only_later_takes_the_share_down_at_once() -> None:
+    """Batches became smaller after it had settled."""
+    auto = AutoFraction()
+    for _ in range(5):
+        auto.observe(sample(eligible=10**9, moved=10**9))
+    assert (auto.settled, auto.fraction) == (True, 1.0)
+    for _ in range(3):
+        auto.observe(host_bound(auto, whole=6.0))
+    assert auto.fraction == pytest.approx(0.2)
+
+
+def test_at_rest_it_goes_on_answering_the_other_ranks() -> None:
+    asked: list[float] = []
+    auto = AutoFraction(lambda value: (asked.append(value), value)[1])  # type: ignore[func-returns-value]
+    for _ in range(20):
+        auto.observe(host_bound(auto, whole=40.0))
+    assert asked == [0.0] * 6, "once per window, as on a rank that moves something"
+    assert auto.fraction == 0.0
+
+
+def test_one_rank_whose_host_decides_takes_all_of_them_down() -> None:
+    told = []
+    for host in (40.0, 0.0):
+        auto = AutoFraction(lambda value: min(value, 0.0))
+        for _ in range(5):
+            auto.observe(sample(eligible=10**9, moved=10**9, host=host))
+        found = auto.take_finding()
+        assert found is not None
+        told.append((auto.fraction, found.by_host, found.elsewhere, auto.take_finding()))
+    assert told == [(0.0, True, False, None), (0.0, False, True, None)]
+
+
+def test_what_was_found_is_told_once_per_change() -> None:
+    auto, told = AutoFraction(), []
+    for _ in range(20):
+        auto.observe(host_bound(auto, whole=6.0, fixed=3.0))
+        found = auto.take_finding()
+        if found is not None:
+            told.append((found.before, found.fraction, found.by_host, share_found(**asdict(found))))
+    assert [each[:3] for each in told] == [(1.0, pytest.approx(0.2), True), (pytest.approx(0.2), 0.0, True)]
+    assert told[0][3] == (
+        "offload: fraction=auto settled on 0.2 (the copies alone would allow 1): the host, not the GPU, decides the step time here (6.0 ms of host "
+        "work for copies had nothing to hide behind, of 300.0 ms of forward and backward). Take larger micro-batches; or give fraction=1.0 (@1) if "
+        "memory matters more than the step time, which is about 2.0 % longer at a share of 1"
+    )
+    assert told[1][3].startswith("offload: fraction=auto settled on 0, down from 0.2 and moves nothing any more: the host")
+    auto = AutoFraction()
+    for _ in range(30):
+        auto.observe(sample(eligible=10**10, moved=int(10**10 * auto.fraction)))
+    found = auto.take_finding()
+    assert found is not None
+    assert (found.by_host, found.fraction) == (False, pytest.approx(0.4))
+    assert share_found(**asdict(found)).startswith("offload: fraction=auto settled on 0.4: what hides behind compute (100.0 ms of stalls")

@@ -190,7 +190,7 @@ def test_the_record_of_an_auto_arm(steps: int, settled: bool, tmp_path: Path) ->
     assert f"({auto['retained_bytes']:,} B){'' if settled else ', share not settled'} |" in row
     assert f"MiB @{share:g} |" in row
     assert ("+0.0 %" in row) is settled
-    unmoved = "moved nothing to the host in its steady steps at the share of 0 that auto settled on; stayed per step: budget"
+    unmoved = "moved nothing to the host in its steady steps at the share of 0 that auto settled on; a share of 0 moves nothing"
     assert (unmoved in text) is settled
     assert ("the share had not settled when the run ended" in text) is not settled
 
@@ -212,6 +212,8 @@ def test_columns_and_remarks_of_a_comparison() -> None:
         made("b", 0, 0.5),
         made("b", 1, 0.5, retained_of="first forward"),
     ]
+    for each in rounds[-2:]:
+        each["monitor"]["offload"] = {**told, "exposed_host_ms": {**spread, "median": 2.5}}
     rounds += [made("c", index, 0.5, asked=0.5) for index in (0, 1)]
     result = judge(rounds, name="x", arms=["none", "a", "b", "c"])
     rows = {row[0]: dict(zip(COLUMNS, row, strict=True)) for row in result["table"]["rows"]}
@@ -221,6 +223,9 @@ def test_columns_and_remarks_of_a_comparison() -> None:
     text = markdown(result)
     assert "| 12.5 MiB @0.4 to 0.45, 1 stayed |" in text
     assert "| 12.5 MiB @0.5, 1 stayed |" in text
+    assert "| 1.0 ms |" in text, "records of before know no exposed host time"
+    assert "| 1.0 ms + 2.5 ms host |" in text
+    assert [rows[arm]["offload_exposed_host_ms"] for arm in ("none", "a", "b")] == [None, None, 2.5]
     assert "| 12.5 MiB, 1 stayed |" in text, "a share that was given stands in the arm's name"
     assert result["notes"] == []
 
