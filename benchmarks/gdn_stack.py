@@ -122,7 +122,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     torch.manual_seed(0)
-    stack = GDNStack(num_layers=args.layers).cuda().to(torch.bfloat16)
+    with torch.device("cuda"):
+        stack = GDNStack(num_layers=args.layers).to(torch.bfloat16)
     for name, parameter in stack.named_parameters():
         if name.endswith(("A_log", "dt_bias")):
             parameter.data = parameter.data.float()

@@ -54,7 +54,7 @@ def measure(trainee: Any, text: str, args: argparse.Namespace) -> dict[str, Any]
     if hasattr(trainee, "reset"):
         trainee.reset()
     moves = "offload:" in text
-    warm = args.warm + (6 if text.endswith("@auto") else 0)  # what `auto` needs to settle
+    warm = args.warm + (16 if text.endswith("@auto") else 0)  # what `auto` needs to settle: three windows and what it ignores
     options = {"min_bytes": args.min_bytes, "max_pinned_gib": args.max_pinned_gib, "release_blocks": args.release_blocks}
     options["prefetch_blocks"] = args.prefetch_blocks
     with in_force(trainee.model, text, args.kernels, options) as applied:

@@ -24,6 +24,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -149,7 +150,9 @@ def judge_arm(arm: str, pairs: Sequence[tuple[Row, Row]]) -> dict[str, Any]:
     equal = sum(mine == theirs for base, row in pairs for mine, theirs in zip(row["losses"], base["losses"], strict=False))
     count = sum(min(len(row["losses"]), len(base["losses"])) for base, row in pairs)
     found["losses"] = f"{equal} of {count} equal"
-    found["settled"] = [row.get("settled") for row in rows] if arm.endswith("@auto") else None
+    if arm.endswith("@auto"):  # whether each process settled, and the shares that it went through
+        found["settled"] = [row.get("settled") for row in rows]
+        found["shares"] = [[share for share, _ in groupby(row.get("shares", ()))] for row in rows]
     found["unfreed_bytes"] = max((row["ledger"].get("unfreed_bytes", 0) for row in rows if row.get("ledger")), default=None)
     return {**found, "targets": targets(arm, found)}
 

@@ -45,7 +45,8 @@ class Stack:
 
         torch.manual_seed(0)
         small = {} if device == "cuda" else {"hidden_size": 256, "num_k_heads": 4, "num_v_heads": 4, "head_k_dim": 32, "head_v_dim": 32}
-        self.model: nn.Module = GDNStack(num_layers=layers, **small).to(device, torch.bfloat16)
+        with torch.device(device):
+            self.model: nn.Module = GDNStack(num_layers=layers, **small).to(torch.bfloat16)
         for name, parameter in self.model.named_parameters():
             if name.endswith(("A_log", "dt_bias")):
                 parameter.data = parameter.data.float()

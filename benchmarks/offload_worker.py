@@ -32,7 +32,7 @@ Gate = Callable[[str], None]
 """Says a word to the parent and waits for its answer."""
 AUTO_WARM = 6
 """Further steps that `auto` needs to settle: two ignored, three measured, and one under what it chose."""
-AUTO_CAP = 24
+AUTO_CAP = 40
 """Steps after which a timed run no longer waits for `auto` to leave the share alone."""
 
 
@@ -47,12 +47,12 @@ def chosen_configs() -> dict[str, str]:
 
 
 def warm_up(trainee: Any, applied: Any, spec: Mapping[str, Any]) -> tuple[list[dict[str, Any]], bool | None]:
-    """`warm` steps, with `auto` until it has settled and left its share alone for four. The steps; whether it did (None without `auto`)."""
+    """`warm` steps, with `auto` until its share has settled and was left alone for six. The steps; whether it was (None without `auto`)."""
     auto = spec["arm"].endswith("@auto")
     least, cap = (spec["warm"] + AUTO_WARM, AUTO_CAP) if auto else (spec["warm"],) * 2
     rows: list[dict[str, Any]] = []
     for index in range(max(least, cap)):
-        if index >= least and settled(applied) and len({row["fraction"] for row in rows[-4:]}) == 1:
+        if index >= least and settled(applied) and len({row["fraction"] for row in rows[-6:]}) == 1:
             return rows, True
         rows.append(timed_step(trainee, index, applied if "offload:" in spec["arm"] else None, spec["device"], around_of(applied)))
     return rows, False if auto else None
@@ -74,7 +74,7 @@ def time_job(trainee: Any, spec: Mapping[str, Any], gate: Gate) -> dict[str, Any
             found["ledger"] = ledger_sums(applied)
             found["lead_blocks"] = lead_blocks(trainee, applied, len(warm) + len(rows))
     found |= {"steps_ms": [row["ms"] for row in rows], "losses": [loss for row in (*warm, *rows) for loss in row["losses"]]}
-    found |= {"warm": len(warm), "settled": done}
+    found |= {"warm": len(warm), "settled": done, "shares": [row.get("fraction") for row in (*warm, *rows)]}
     return {**found, "bare": bare_rates(device)}
 
 

@@ -69,7 +69,7 @@ class AppliedPlan:
                 engines.on(device)
             self.last_step = engines.step_statistics()
             for found in engines.findings():
-                _log.log(logging.WARNING if found.by_host else logging.INFO, "%s", share_found(**asdict(found)))
+                _log.log(logging.WARNING if found.by_host else logging.INFO, "%s", share_found(**asdict(found), by_host=found.by_host))
         self._alike, self._session.alike = self._session.alike, True
         return self.last_step
 

@@ -89,13 +89,24 @@ def why_stayed(
     return f"stayed {when}{of_all}: {', '.join(told)}; {for_them}{_remedy(found, config, last=small_and_last)}"
 
 
-def share_found(*, fraction: float, before: float, copies_alone: float, host_ms: float, stall_ms: float, compute_ms: float, elsewhere: bool) -> str:
-    """What `auto` found and what to do about it, in one sentence; the arguments are the fields of `Finding`."""
+def share_found(
+    *,
+    fraction: float,
+    before: float,
+    copies_alone: float,
+    host_ms: float,
+    stall_ms: float,
+    copy_ms: float,
+    compute_ms: float,
+    elsewhere: bool,
+    by_host: bool,
+) -> str:
+    """What `auto` found and what to do about it, in one sentence; the arguments are the fields of `Finding`, and its `by_host`."""
     head = f"offload: fraction=auto settled on {fraction:.2g}" + ("" if before == 1 else f", down from {before:.2g}")
     times = f"of {compute_ms:.1f} ms of forward and backward"
     if elsewhere:
         return f"{head}: another rank can move no more behind its compute"
-    if host_ms > stall_ms and fraction < 0.9 * copies_alone:
+    if by_host:
         less = " and moves nothing any more" if fraction == 0 else f" (the copies alone would allow {copies_alone:.2g})"
         return (
             f"{head}{less}: the host, not the GPU, decides the step time here ({host_ms:.1f} ms of host work for copies had nothing to hide behind, "
@@ -104,7 +115,10 @@ def share_found(*, fraction: float, before: float, copies_alone: float, host_ms:
         )
     if fraction == 0:
         return f"{head} and moves nothing any more: too little compute for the copies to hide behind ({stall_ms:.1f} ms of stalls {times})"
-    return f"{head}: what hides behind compute ({stall_ms:.1f} ms of stalls and {host_ms:.1f} ms of host work were exposed before, {times})"
+    return (
+        f"{head}: what hides behind compute (before, {stall_ms:.1f} ms of stalls and {host_ms:.1f} ms of host work were exposed, and "
+        f"{copy_ms:.1f} ms of copies slowed down what ran beside them, {times})"
+    )
 
 
 def _remedy(found: Collection[str], config: OffloadConfig | None, *, last: bool) -> str:

@@ -47,6 +47,8 @@ class Finding:
     host_ms: float
     """Host time of offload that was hidden behind nothing."""
     stall_ms: float
+    copy_ms: float
+    """Time of the copies, out and back."""
     compute_ms: float
     """Forward and backward of the blocks, without what was lost."""
     elsewhere: bool
@@ -55,9 +57,13 @@ class Finding:
     @property
     def by_host(self) -> bool:
         """The host's time, not the copies, keeps the share well below what could hide."""
-        return not self.elsewhere and self.host_ms > self.stall_ms and self.fraction < 0.9 * self.copies_alone
+        copies = self.stall_ms + CONTENTION * self.copy_ms
+        return not self.elsewhere and self.host_ms > copies and self.fraction < 0.9 * self.copies_alone
 
 
+CONTENTION = 0.02
+"""How much longer compute takes beside a copy: both use the device's memory. On an H200 what steps cost beyond stalls and host time was
+between nothing and 0.04 of the time of their copies."""
 SMALLEST, SMALLEST_BY_HOST = 0.01, 0.05
 """Smaller shares are 0. Where the host decides, sooner: hooks and contexts around the blocks cost it the same whatever the share."""
 
@@ -73,11 +79,12 @@ class AutoFraction:
     `measure` steps: the rate of each direction as it was in training, all ranks at once, times the compute of that pass gives the bytes
     that fit; the smaller of both shares, times `margin`, is the answer. Afterwards it looks at the stalls of every `measure` steps: a block's
     own copies can be more than its neighbour's compute covers, though all of them together fit. The first step down follows the share of
-    the copy time that was lost, each further one the line through the last two, to where it loses nothing.
+    the copy time that was lost, each further one the line through the last two, to where it loses `margin * tolerance` of the compute.
 
     Host time of offload that nothing hid is lost as well, from the first answer on: where launches decide the step, the GPU waits for the host
-    and never for a copy. That time is proportional to the share at most, so the share that loses `margin * tolerance` is taken at once; a part
-    that does not shrink with the share shows in the next steps, as a line that ends below it. Then the share is 0, and offload rests.
+    and never for a copy. So is what copies take from the compute beside them (`CONTENTION`). Both are proportional to the share at most, so the
+    share that loses `margin * tolerance` is taken at once; a part that does not shrink with the share shows in the next steps, as a line that
+    ends below it. Then the share is 0, and offload rests. After every change `skip` steps are ignored again: in them buffers are pinned anew.
 
     Call `observe` once per optimizer step on every rank: `reduce_min` is a collective when there are several, and is called in the
     same steps on all of them.
@@ -87,15 +94,16 @@ class AutoFraction:
         skip: steps to ignore.
         measure: steps to sum.
         margin: share of the compute that copies may fill.
-        tolerance: share of the compute that may be lost to stalls and to host time before the fraction goes down.
+        tolerance: share of the compute that may be lost, all in all, before the fraction goes down.
     """
 
     def __init__(
-        self, reduce_min: Callable[[float], float] = _alone, *, skip: int = 2, measure: int = 3, margin: float = 0.8, tolerance: float = 0.005
+        self, reduce_min: Callable[[float], float] = _alone, *, skip: int = 2, measure: int = 3, margin: float = 0.8, tolerance: float = 0.008
     ) -> None:
         self.fraction = 1.0
         self.settled = False
         self._reduce, self._skip, self._measure, self._margin, self._tolerance = reduce_min, skip, measure, margin, tolerance
+        self._ignored = skip
         self._window: list[StepStatistics] = []
         self._before: tuple[float, float] | None = None
         """A larger share, and what of the compute it lost."""
@@ -118,6 +126,8 @@ class AutoFraction:
             self.fraction, self.settled = min(before, agreed), True
             if not settled or self.fraction < before:
                 self._tell(before, elsewhere=found is not None and agreed < found)
+            if self.fraction < before:
+                self._skip = self._ignored
         self._window.clear()
         return self.fraction
 
@@ -127,13 +137,14 @@ class AutoFraction:
         return found
 
     def _tell(self, before: float, *, elsewhere: bool) -> None:
-        steps, (host, stall, compute) = len(self._window), self._losses()
+        steps, (host, stall, copies, compute) = len(self._window), self._losses()
         self._finding = Finding(
             fraction=self.fraction,
             before=before,
             copies_alone=self._copies_alone,
             host_ms=host / steps,
             stall_ms=stall / steps,
+            copy_ms=copies / steps,
             compute_ms=compute / steps,
             elsewhere=elsewhere,
         )
@@ -141,28 +152,30 @@ class AutoFraction:
     def _sum(self, name: str) -> float:
         return float(sum(getattr(sample, name) for sample in self._window))
 
-    def _losses(self) -> tuple[float, float, float]:
-        """Milliseconds of exposed host time, of stalls, and of the compute without them."""
+    def _losses(self) -> tuple[float, float, float, float]:
+        """Milliseconds of exposed host time, of stalls, of copies, and of the compute without what was lost."""
         host = self._sum("exposed_host_out_ms") + self._sum("exposed_host_in_ms")
         stall = self._sum("stall_out_ms") + self._sum("stall_in_ms")
-        return host, stall, self._sum("forward_ms") + self._sum("backward_ms") - stall - host
+        copies = self._sum("copy_out_ms") + self._sum("copy_in_ms")
+        return host, stall, copies, max(0.0, self._sum("forward_ms") + self._sum("backward_ms") - stall - host)
 
     def _first_answer(self) -> float | None:
         share = self._hidden_share()
         if share is None:
             return None
         self._copies_alone = share
-        host, stall, compute = self._losses()
-        if host <= self._tolerance * compute:
+        host, stall, copies, compute = self._losses()
+        proportional = host + CONTENTION * copies
+        if proportional <= self._tolerance * compute:
             return share
-        lost = host / compute if compute > 0 else 1.0
-        self._before = self.fraction, lost + (stall / compute if compute > 0 else 0.0)
-        bound = self._bearable(lost)
-        return share if share <= bound else bound if bound >= SMALLEST_BY_HOST else 0.0
+        self._before = self.fraction, (proportional + stall) / compute if compute > 0 else 1.0
+        bound = self._bearable(proportional, compute)
+        smallest = SMALLEST_BY_HOST if host > CONTENTION * copies else SMALLEST
+        return share if share <= bound else bound if bound >= smallest else 0.0
 
-    def _bearable(self, lost: float) -> float:
+    def _bearable(self, lost: float, compute: float) -> float:
         """The share that loses less than is tolerated, if all that was lost is proportional to it."""
-        return self.fraction * self._margin * self._tolerance / lost
+        return self.fraction * self._margin * self._tolerance * compute / lost
 
     def _hidden_share(self) -> float | None:
         shares = [1.0]
@@ -176,17 +189,17 @@ class AutoFraction:
         return min(shares)
 
     def _without_loss(self) -> float:
-        host, stall, compute = self._losses()
-        copies = self._sum("copy_out_ms") + self._sum("copy_in_ms")
-        if copies <= 0 or host + stall <= self._tolerance * compute:
+        host, stall, copies, compute = self._losses()
+        proportional = host + CONTENTION * copies
+        if copies <= 0 or proportional + stall <= self._tolerance * compute:
             return self.fraction
-        lost, before = (host + stall) / compute if compute > 0 else 1.0, self._before
+        lost, before = (proportional + stall) / compute if compute > 0 else 1.0, self._before
         self._before = self.fraction, lost
-        by_host = host > stall
-        lower = self._bearable(lost) if by_host else self.fraction * (1 - (host + stall) / copies)
+        by_stalls = stall > proportional
+        lower = self.fraction * (1 - (proportional + stall) / copies) if by_stalls else self._bearable(lost, 1.0)
         if before is not None and before[0] > self.fraction and before[1] > lost:
-            line = self.fraction - lost * (before[0] - self.fraction) / (before[1] - lost)
+            line = self.fraction - (lost - self._margin * self._tolerance) * (before[0] - self.fraction) / (before[1] - lost)
             # Two noisy points make a steep line. A share that is too small for the host costs memory, one too large every step.
-            lower = min(lower, max(line, 0.5 * lower)) if by_host else max(line, 0.75 * self.fraction)
+            lower = max(line, 0.75 * self.fraction) if by_stalls else min(lower, max(line, 0.5 * lower))
         lower = max(0.0, min(0.95 * self.fraction, lower))
-        return lower if lower >= (SMALLEST_BY_HOST if by_host else SMALLEST) else 0.0
+        return lower if lower >= (SMALLEST_BY_HOST if host > stall + CONTENTION * copies else SMALLEST) else 0.0

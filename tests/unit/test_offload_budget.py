@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from lightning_gdn.offload.budget import AutoFraction, Budget
+from lightning_gdn.offload.budget import CONTENTION, AutoFraction, Budget
 from lightning_gdn.stayed import share_found
 
 
@@ -60,8 +60,9 @@ def sample(
     ("eligible", "expected"),
     [
         (1_000_000_000, 1.0),  # 20 ms of copies under 100 ms of forward
-        (10_000_000_000, 0.4),  # 200 ms out under 100 ms: half of it, times the margin
-        (100_000_000_000, 0.04),
+        (4_000_000_000, 0.6),  # 160 ms of copies beside 300 ms of compute, which they slow down by 3.2 ms
+        (10_000_000_000, 0.24),  # 200 ms out under 100 ms; what hides would slow the rest down too much
+        (100_000_000_000, 0.024),
     ],
 )
 def test_it_settles_on_the_largest_share_that_hides(eligible: int, expected: float) -> None:
@@ -76,8 +77,8 @@ def test_it_settles_on_the_largest_share_that_hides(eligible: int, expected: flo
 def test_the_slower_direction_decides() -> None:
     auto = AutoFraction()
     for _ in range(5):
-        auto.observe(sample(eligible=10**10, moved=10**10, rate_in=10.0))  # 1000 ms back under 200 ms
-    assert auto.fraction == pytest.approx(0.8 * 0.2)
+        auto.observe(sample(eligible=10**9, moved=10**9, rate_in=20.0, backward=20.0))  # 50 ms back under 20 ms
+    assert auto.fraction == pytest.approx(0.8 * 0.4)
 
 
 def test_after_settling_it_only_goes_down() -> None:
@@ -87,7 +88,7 @@ def test_after_settling_it_only_goes_down() -> None:
     assert auto.fraction == 1.0
     history = [auto.observe(sample(eligible=10**10, moved=int(10**10 * auto.fraction))) for _ in range(60)]
     assert history == sorted(history, reverse=True)
-    assert 0.3 < history[-1] <= 0.52
+    assert 0.2 < history[-1] <= 0.3  # 400 ms of copies beside 300 ms of compute: 8 ms of contention at 1, 2.4 ms are tolerated
     assert len(set(history[-10:])) == 1
     for _ in range(20):
         auto.observe(sample(eligible=10**6, moved=10**6))
@@ -99,7 +100,7 @@ def test_warm_up_steps_are_not_measured() -> None:
     for _ in range(2):
         auto.observe(sample(eligible=10**10, moved=10**10, forward=1e6, backward=1e6))  # kernels being tuned
     assert not auto.settled
-    assert auto.observe(sample(eligible=10**10, moved=10**10)) == pytest.approx(0.4)
+    assert auto.observe(sample(eligible=4 * 10**9, moved=4 * 10**9)) == pytest.approx(0.6)
 
 
 def test_steps_without_times_do_not_settle_it() -> None:
@@ -116,7 +117,7 @@ def test_all_ranks_agree_in_the_same_step() -> None:
     def five_steps(rate: float, reduce: Callable[[float], float]) -> AutoFraction:
         auto = AutoFraction(reduce)
         for _ in range(5):
-            auto.observe(sample(eligible=10**10, moved=10**10, rate_out=rate))
+            auto.observe(sample(eligible=10**9, moved=10**9, rate_out=rate, forward=10.0))
         return auto
 
     rates, asked = (50.0, 20.0), ([], [])  # type: tuple[float, float], tuple[list[float], list[float]]
@@ -125,7 +126,7 @@ def test_all_ranks_agree_in_the_same_step() -> None:
     assert [len(values) for values in asked] == [1, 1], "the collective is called once, in the same step of both ranks"
     agreed = min(values[0] for values in asked)
     assert [five_steps(rate, lambda value: min(value, agreed)).fraction for rate in rates] == [agreed, agreed]
-    assert agreed == pytest.approx(0.8 * 0.2)
+    assert agreed == pytest.approx(0.8 * 0.2)  # 50 ms out under 10 ms
     waits = five_steps(50.0, lambda value: min(value, -1.0))  # the other rank has timed nothing yet
     assert (waits.settled, waits.fraction) == (False, 1.0)
 
@@ -142,9 +143,10 @@ def with_knee(fraction: float, *, noise: float = 1.0) -> Any:
 def test_stalls_of_single_blocks_are_left_behind_in_few_steps() -> None:
     auto = AutoFraction()
     shares = [auto.observe(with_knee(auto.fraction)) for _ in range(30)]
-    assert len(set(shares[13:])) == 1, "settled three windows after the first answer"
+    assert len(set(shares[15:])) == 1, "settled two windows after the first answer"
     assert 0.6 < shares[-1] <= 0.73
-    assert with_knee(shares[-1]).stall_out_ms < 0.005 * 470
+    last = with_knee(shares[-1])
+    assert last.stall_out_ms + CONTENTION * (last.copy_out_ms + last.copy_in_ms) <= 0.008 * 470
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -152,10 +154,10 @@ def test_noise_does_not_drive_the_share_to_nothing(seed: int) -> None:
     rng, auto = random.Random(seed), AutoFraction()
     shares = [auto.observe(with_knee(auto.fraction, noise=rng.uniform(0.7, 1.3))) for _ in range(60)]
     assert shares == sorted(shares, reverse=True)
-    assert 0.5 < shares[-1] <= 0.74
+    assert 0.4 < shares[-1] <= 0.74
 
 
-def host_bound(auto: AutoFraction, *, whole: float, fixed: float = 0.0, noise: float = 1.0, eligible: int = 2 * 10**9) -> Any:
+def host_bound(auto: AutoFraction, *, whole: float, fixed: float = 0.0, noise: float = 1.0, eligible: int = 10**8) -> Any:
     """300 ms of compute, copies that fit well, and exposed host time: `whole` ms at a share of 1, of which `fixed` do not shrink with it."""
     share = auto.fraction
     host = noise * (fixed + (whole - fixed) * share) if share else 0.0  # at rest there is none
@@ -165,23 +167,24 @@ def host_bound(auto: AutoFraction, *, whole: float, fixed: float = 0.0, noise: f
 @pytest.mark.parametrize(
     ("whole", "fixed", "expected"),
     [
-        (1.4, 0.0, 1.0),  # within the tolerance of 1.5 ms
-        (1.4, 1.4, 1.0),
-        (3.0, 0.0, 0.4),  # 1 % lost, 0.4 % is taken
-        (6.0, 0.0, 0.2),
-        (3.0, 0.3, 0.4),  # 1.38 ms there
-        (28.0, 0.0, 0.0),  # 9 % lost, as 0.8B at 4096 tokens: what is left would be less than a twentieth
-        (6.0, 3.0, 0.0),  # the fixed part alone is too much
+        (2.2, 0.0, 1.0),  # within the tolerance of 2.4 ms
+        (2.2, 2.2, 1.0),
+        (4.8, 0.0, 0.4),  # 1.6 % lost, 0.64 % is taken
+        (9.6, 0.0, 0.2),
+        (4.8, 0.3, 0.4),  # 2.1 ms there
+        (40.0, 0.0, 0.0),  # 13 % lost: what is left would be less than a twentieth
+        (28.0, 10.0, 0.0),  # the fixed part alone is too much
+        (6.0, 3.0, 0.0),
     ],
 )
 def test_host_time_that_nothing_hides_is_lost_too(whole: float, fixed: float, expected: float) -> None:
     auto = AutoFraction()
-    shares = [auto.observe(host_bound(auto, whole=whole, fixed=fixed)) for _ in range(20)]
+    shares = [auto.observe(host_bound(auto, whole=whole, fixed=fixed)) for _ in range(40)]
     assert shares[:4] == [1.0] * 4
-    assert shares[-1] == pytest.approx(expected)
-    assert len(set(shares[10:])) == 1, "two windows after the first answer at the latest"
+    assert shares[-1] == pytest.approx(expected, rel=0.02)
+    assert len(set(shares[20:])) == 1, "three windows after the first answer at the latest"
     last = host_bound(auto, whole=whole, fixed=fixed)
-    assert last.exposed_host_out_ms + last.exposed_host_in_ms <= 0.005 * 300
+    assert last.exposed_host_out_ms + last.exposed_host_in_ms <= 0.008 * 300
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -194,21 +197,21 @@ def test_noise_of_the_host_neither_shakes_the_share_off_nor_holds_it_up(seed: in
         assert shares == sorted(shares, reverse=True)
         return shares[-1]
 
-    assert settled(1.2, 0.0) == 1.0
-    assert 0.15 < settled(3.0, 0.0) < 0.5
-    assert settled(6.0, 2.5) == 0.0
-    assert settled(30.0, 0.0) == 0.0
+    assert settled(1.9, 0.0) == 1.0
+    assert 0.2 < settled(4.8, 0.0) < 0.5
+    assert settled(9.6, 4.0) == 0.0
+    assert settled(48.0, 0.0) == 0.0
 
 
 def test_the_host_and_the_copies_are_both_respected() -> None:
     auto = AutoFraction()
     for _ in range(5):
-        auto.observe(sample(eligible=10**10, moved=10**10, host=1.6))  # the copies allow 0.41, the host 0.75
-    assert auto.fraction == pytest.approx(0.4, rel=0.03)
+        auto.observe(sample(eligible=10**9, moved=10**9, forward=10.0, host=1.0))  # the copies allow 0.42, the host 0.75
+    assert auto.fraction == pytest.approx(0.42)
     auto = AutoFraction()
     for _ in range(5):
-        auto.observe(sample(eligible=4 * 10**9, moved=4 * 10**9, host=4.0))  # the copies allow all of it, the host 0.3
-    assert auto.fraction == pytest.approx(0.3)
+        auto.observe(sample(eligible=4 * 10**8, moved=4 * 10**8, host=4.0))  # the copies allow all of it, the host 1.92 of 4.32 ms
+    assert auto.fraction == pytest.approx(1.92 / 4.32)
 
 
 def test_a_host_that_decides_only_later_takes_the_share_down_at_once() -> None:
@@ -218,8 +221,8 @@ def test_a_host_that_decides_only_later_takes_the_share_down_at_once() -> None:
         auto.observe(sample(eligible=10**9, moved=10**9))
     assert (auto.settled, auto.fraction) == (True, 1.0)
     for _ in range(3):
-        auto.observe(host_bound(auto, whole=6.0))
-    assert auto.fraction == pytest.approx(0.2)
+        auto.observe(host_bound(auto, whole=9.6))
+    assert auto.fraction == pytest.approx(0.2, rel=0.02)
 
 
 def test_at_rest_it_goes_on_answering_the_other_ranks() -> None:
@@ -227,7 +230,7 @@ def test_at_rest_it_goes_on_answering_the_other_ranks() -> None:
     auto = AutoFraction(lambda value: (asked.append(value), value)[1])  # type: ignore[func-returns-value]
     for _ in range(20):
         auto.observe(host_bound(auto, whole=40.0))
-    assert asked == [0.0] * 6, "once per window, as on a rank that moves something"
+    assert asked == [0.0] * 5, "once per window, as on a rank that moves something"
     assert auto.fraction == 0.0
 
 
@@ -246,15 +249,15 @@ def test_one_rank_whose_host_decides_takes_all_of_them_down() -> None:
 def test_what_was_found_is_told_once_per_change() -> None:
     auto, told = AutoFraction(), []
     for _ in range(20):
-        auto.observe(host_bound(auto, whole=6.0, fixed=3.0))
+        auto.observe(host_bound(auto, whole=9.6, fixed=9.0))
         found = auto.take_finding()
         if found is not None:
-            told.append((found.before, found.fraction, found.by_host, share_found(**asdict(found))))
-    assert [each[:3] for each in told] == [(1.0, pytest.approx(0.2), True), (pytest.approx(0.2), 0.0, True)]
+            told.append((found.before, found.fraction, found.by_host, share_found(**asdict(found), by_host=found.by_host)))
+    assert [each[:3] for each in told] == [(1.0, pytest.approx(0.2, rel=0.02), True), (pytest.approx(0.2, rel=0.02), 0.0, True)]
     assert told[0][3] == (
-        "offload: fraction=auto settled on 0.2 (the copies alone would allow 1): the host, not the GPU, decides the step time here (6.0 ms of host "
+        "offload: fraction=auto settled on 0.2 (the copies alone would allow 1): the host, not the GPU, decides the step time here (9.6 ms of host "
         "work for copies had nothing to hide behind, of 300.0 ms of forward and backward). Take larger micro-batches; or give fraction=1.0 (@1) if "
-        "memory matters more than the step time, which is about 2.0 % longer at a share of 1"
+        "memory matters more than the step time, which is about 3.2 % longer at a share of 1"
     )
     assert told[1][3].startswith("offload: fraction=auto settled on 0, down from 0.2 and moves nothing any more: the host")
     auto = AutoFraction()
@@ -262,5 +265,18 @@ def test_what_was_found_is_told_once_per_change() -> None:
         auto.observe(sample(eligible=10**10, moved=int(10**10 * auto.fraction)))
     found = auto.take_finding()
     assert found is not None
-    assert (found.by_host, found.fraction) == (False, pytest.approx(0.4))
-    assert share_found(**asdict(found)).startswith("offload: fraction=auto settled on 0.4: what hides behind compute (100.0 ms of stalls")
+    assert (found.by_host, found.fraction) == (False, pytest.approx(0.24))
+    assert share_found(**asdict(found), by_host=found.by_host) == (
+        "offload: fraction=auto settled on 0.24: what hides behind compute (before, 100.0 ms of stalls and 0.0 ms of host work were exposed, and "
+        "400.0 ms of copies slowed down what ran beside them, of 300.0 ms of forward and backward)"
+    )
+
+
+def test_steps_in_which_buffers_are_pinned_anew_are_not_looked_at() -> None:
+    """The share fell, the pool gave its pages back, and the next step pins what is left to move: half a second of host time."""
+    auto, since = AutoFraction(), 0
+    for _ in range(30):
+        before = auto.fraction
+        since = since + 1 if before < 1 else 0
+        auto.observe(sample(eligible=4 * 10**9, moved=int(4 * 10**9 * before), host=500.0 if since in (1, 2) else 0.0))
+    assert auto.fraction == pytest.approx(0.6)
