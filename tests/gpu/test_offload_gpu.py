@@ -229,7 +229,6 @@ def test_an_out_of_memory_error_that_is_caught_leaves_no_buffer_in_use(model: nn
         statistics_of(applied)
 
 
-@pytest.mark.never_run_on_a_gpu
 def test_retained_of_the_last_step_follows_the_allocator(model: nn.Module, data: list[Tensor]) -> None:
     """The share goes down after the first forward: what is held more by the allocator is what `retained_bytes` says more."""
     gradients(model, data[0])

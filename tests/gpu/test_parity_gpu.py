@@ -54,7 +54,6 @@ def test_every_label_is_bit_equal_with_deterministic_kernels(precision: str, tmp
     assert (tmp_path / "out" / "parity.json").stat().st_size <= 50_000
 
 
-@pytest.mark.never_run_on_a_gpu
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_arms_that_move_are_bit_equal_and_say_how_much_moved(precision: str, tmp_path: Path) -> None:
     arms = "offload:gdn_core_attn,gdn_conv+gdn_norm_out+offload:gdn_core_attn@auto,full+offload:block_input,offload:mlp@0.5"
@@ -64,7 +63,6 @@ def test_arms_that_move_are_bit_equal_and_say_how_much_moved(precision: str, tmp
     assert all(entry["moved"]["bytes_per_step"] > 0 for entry in record["arms"])
 
 
-@pytest.mark.never_run_on_a_gpu
 def test_an_arm_that_moves_nothing_is_no_pass(tmp_path: Path) -> None:
     code, record = run(tmp_path, "--arms", "offload:gdn_core_attn", "offload.min_bytes=1073741824")
     assert (code, record["arms"][0]["verdict"]) == (1, "moved nothing")

@@ -134,7 +134,6 @@ def test_save_on_cpu_gives_the_controls_loss_and_holds_less(rig: Rig) -> None:
     assert rival_held < 0.2 * held
 
 
-@pytest.mark.never_run_on_a_gpu
 @pytest.mark.parametrize("names", ["gdn_core_attn", "gdn_core_attn+gdn_norm_out+mlp", "gdn_conv+core_attn"])
 def test_save_on_cpu_around_regions_gives_the_controls_gradients_and_holds_no_more(rig: Rig, names: str) -> None:
     loss, held, gradients = rig.control()
