@@ -158,8 +158,9 @@ class AutoFraction:
         )
 
     def _usual(self, name: str) -> float:
-        """Of a step in which a forward pass was timed, if there was one: statistics may be taken more often than that."""
-        timed = [sample for sample in self._window if sample.forward_ms > 0]
+        """The median over steps in which that direction was timed, if there were any: statistics may be taken more often than once per step."""
+        phase = "backward_ms" if "_in" in name or name == "backward_ms" else "forward_ms"
+        timed = [sample for sample in self._window if getattr(sample, phase) > 0]
         return float(median(getattr(sample, name) for sample in timed or self._window))
 
     def _losses(self) -> tuple[float, float, float, float]:

@@ -312,20 +312,28 @@ def test_slow_steps_now_and_then_do_not_take_the_share_down_over_a_long_training
 def test_windows_grow_while_the_share_stays_and_begin_anew_after_a_change() -> None:
     asked: list[int] = []
     auto, costly = AutoFraction(lambda value: (asked.append(index), value)[1]), 70  # type: ignore[func-returns-value]
-    for index in range(1, 150):  # noqa: B007
+    for index in range(1, 150):
         auto.observe(host_bound(auto, whole=1.0 if index < costly else 9.6))
     assert asked == [5, 8, 15, 30, 61, 92, 97, 104, 119]
     assert auto.fraction == pytest.approx(0.2, rel=0.02)
 
 
-@pytest.mark.parametrize("empty", [1, 2])
-def test_statistics_taken_more_often_than_steps_decide_nothing_else(empty: int) -> None:
-    auto, shares = AutoFraction(), list[float]()
-    for index in range(60):
+@pytest.mark.parametrize("odd", ["twice a step", "three times a step", "between forward and backward", "and after backward"])
+def test_statistics_taken_in_odd_places_decide_nothing_else(odd: str) -> None:
+    auto, shares, before = AutoFraction(), list[float](), None
+    for _ in range(30):
+        whole = sample(eligible=4 * 10**9, moved=int(4 * 10**9 * auto.fraction))
         nothing = sample(eligible=0, moved=0, forward=0.0, backward=0.0)
-        auto.observe(nothing if index % (1 + empty) else sample(eligible=4 * 10**9, moved=int(4 * 10**9 * auto.fraction)))
+        forward, backward = SimpleNamespace(**vars(nothing)), SimpleNamespace(**vars(nothing))
+        for name, value in vars(whole).items():
+            setattr(backward if "_in" in name or name == "backward_ms" else forward, name, value)
+        both = SimpleNamespace(**{name: value + getattr(before or nothing, name) for name, value in vars(forward).items()})
+        told = {"twice a step": [whole, nothing], "three times a step": [whole, nothing, nothing], "between forward and backward": [both]}
+        for each in told.get(odd, [forward, backward]):
+            auto.observe(each)
         shares.append(auto.fraction)
-    assert shares[8] == shares[-1] == pytest.approx(0.6)
+        before = backward
+    assert shares[5] == shares[-1] == pytest.approx(0.6)
 
 
 @pytest.mark.parametrize(("backward", "expected"), [(7.0, 0.0), (0.0, 0.0), (50.0, 0.02)])
