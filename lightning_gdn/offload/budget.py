@@ -53,7 +53,7 @@ class Finding:
     compute_ms: float
     """Forward and backward of the blocks, without what was lost."""
     elsewhere: bool
-    """Another rank has the smaller share."""
+    """Another rank has a clearly smaller share: not for what was found here."""
 
     @property
     def by_host(self) -> bool:
@@ -131,7 +131,7 @@ class AutoFraction:
             before, settled = self.fraction, self.settled
             self.fraction, self.settled = min(before, agreed), True
             if not settled or self.fraction < before:
-                self._tell(before, elsewhere=found is not None and agreed < found)
+                self._tell(before, elsewhere=found is not None and agreed < 0.9 * found)
             if self.fraction < before:
                 self._skip, self._length = self._ignored, self._measure
             elif settled:

@@ -246,6 +246,17 @@ def test_one_rank_whose_host_decides_takes_all_of_them_down() -> None:
     assert told == [(0.0, True, False, None), (0.0, False, True, None)]
 
 
+def test_ranks_that_are_alike_all_say_that_the_host_decides() -> None:
+    """Only one of them has the smallest share, and it is seldom rank 0, whose log people read."""
+    for smaller, by_host in ((0.97, True), (0.5, False)):
+        auto = AutoFraction(lambda value, smaller=smaller: smaller * value)  # type: ignore[misc]
+        for _ in range(5):
+            auto.observe(host_bound(auto, whole=4.8))
+        found = auto.take_finding()
+        assert found is not None
+        assert (found.by_host, found.elsewhere) == (by_host, not by_host)
+
+
 def test_what_was_found_is_told_once_per_change() -> None:
     auto, told = AutoFraction(), []
     for _ in range(20):
