@@ -90,25 +90,28 @@ class AppliedPlan:
 
     @property
     def retained_of(self) -> str:
-        """`every step` without offload, where all forwards of the last step (all so far, where `step_statistics` is not called) had the shapes of
-        those that the ledger counted. With offload what moves can change: the share `auto` settles, the pool is full. So `last step` once
-        `step_statistics` was called: the mean over that step's forward passes. `first forward` before that, and where that step's forwards had
-        other shapes, dtypes, arguments, modes or frozen weights than those that were counted, or named other bytes."""
+        """`every step` without offload, where all forwards of the last step (all so far, where `step_statistics` is not called) had the shapes,
+        dtypes and modes of those that the ledger counted, and the same weights are frozen now. With offload what moves can change: the share
+        `auto` settles, the pool is full. So `last step` once `step_statistics` was called: the mean over that step's forward passes.
+        `first forward` before that, and where that step's forwards had other shapes, dtypes, arguments, modes or frozen weights than those that
+        were counted, or named other bytes."""
         return self._retained()[1]
 
     def _retained(self) -> tuple[int | None, str]:
         counted, engines, step = self.ledger.retained_bytes, self._session.engines, self.last_step
-        alike = self._alike and self._session.alike
         if engines is None:
-            return counted, "every step" if alike else "first forward"
+            return counted, "every step" if self._alike and self._session.alike and self._same_weights() else "first forward"
         if counted is None or engines.offered_bytes is None or step is None or not self._alike or not (step.forwards or engines.at_rest):
             return counted, "first forward"
         if engines.at_rest and not step.forwards:  # nobody looks any more: all stays
-            return counted + self.ledger.moved_bytes, "last step"
+            return (counted + self.ledger.moved_bytes, "last step") if self._same_weights() else (counted, "first forward")
         if step.offered_bytes != engines.offered_bytes * step.forwards:
             return counted, "first forward"
         # Bytes moved are bytes freed, in the ledger storage by storage: what did not move this time is held again.
         return counted + self.ledger.moved_bytes - round(step.bytes_out / step.forwards), "last step"
+
+    def _same_weights(self) -> bool:
+        return all(takeover.same_weights() for takeover in self._takeovers if isinstance(takeover, BlockTakeover))
 
     @property
     def kernels(self) -> dict[str, str]:
@@ -145,6 +148,7 @@ class AppliedPlan:
 
     def undo(self) -> None:
         """Put every forward back. Calling it again does nothing."""
+        self._alike = self._alike and self._same_weights()
         self._session.end()  # also for copies of the model made meanwhile, which this cannot reach
         self._example = None  # what is read after a fit (plan, ledger, kernels) must not keep the model alive
         while self._takeovers:

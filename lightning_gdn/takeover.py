@@ -141,6 +141,10 @@ class Takeover:
         raise TypeError(f"{type(self).__name__} is abstract")
 
 
+def _weights_of(module: nn.Module) -> tuple[tuple[bool, torch.dtype], ...]:
+    return tuple((weight.requires_grad, weight.dtype) for weight in module.parameters())
+
+
 class PartTakeover(Takeover):
     """Mixer or MLP of a taken-over block: runs region by region if its block's tape is open, else as the class does."""
 
@@ -165,6 +169,7 @@ class BlockTakeover(Takeover):
         self._weights: set[tuple[tuple[int, ...], torch.dtype]] | None = None
         self._watch: dict[tuple[Any, ...], tuple[frozenset[str], int]] = {}  # state -> see `Mover`, and in how many calls it has served
         self._counted: tuple[Any, ...] | None = None  # the state of the call that the ledger counted
+        self._counted_weights: tuple[tuple[bool, torch.dtype], ...] | None = None
 
     @_runs_eagerly
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -176,7 +181,7 @@ class BlockTakeover(Takeover):
             return self._with_grad(module, x, None, args, kwargs)
         engine = session.engines.on(x.device)
         if engine.at_rest and not session.ledger.counts_next(self.name):  # nothing moves any more: as without offload
-            if self._counted is not None and self._counted[:3] != (x.shape, x.dtype, module.training):
+            if self._counted is not None and self._counted[:4] != (x.shape, x.dtype, module.training, x.requires_grad):
                 session.alike = False
             return self._with_grad(module, x, None, args, kwargs)
         if self._moving is not None and not self._may_run(module):
@@ -200,12 +205,12 @@ class BlockTakeover(Takeover):
         handed_on: Carry | None = x.__dict__.pop(_CARRY, None) if self._continues else None
         if probe is not None:
             session.ledger.kernels.update(self._adapter.kernels(module, x.device, session.kernels))
-        mover, state = None, (x.shape, x.dtype, module.training) if session.engines is not None else (x.shape, x.dtype)
+        mover, state = None, (x.shape, x.dtype, module.training, x.requires_grad)
         if moving is not None and block is not None:
             state = self._state(x, args, kwargs)
             mover = Mover(moving, block, module, (args, kwargs), x, self._casts(module, x.device), self._watched(state))
         if probe is not None:
-            self._counted = state
+            self._counted, self._counted_weights = state, _weights_of(module)
         elif self._counted is None or state != self._counted[: len(state)]:
             session.alike = False
         with Tape(self._modes, x.device, probe, handed_on, session.kernels, mover) as tape:
@@ -225,9 +230,14 @@ class BlockTakeover(Takeover):
         """What decides which tensors a call of this block saves, as far as it is cheap to see."""
         module, kind = self.module, x.device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        weights = tuple((weight.requires_grad, weight.dtype) for weight in module.parameters())
         given = tuple(isinstance(arg, Tensor) for arg in args), tuple(name for name, value in kwargs.items() if value is not None)
-        return x.shape, x.dtype, module.training, x.requires_grad, autocast, weights, given
+        return x.shape, x.dtype, module.training, x.requires_grad, autocast, _weights_of(module), given
+
+    def same_weights(self) -> bool:
+        """Whether the weights that train, and their dtypes, are those of the call that the ledger counted. Where nothing moves no call looks at
+        them, since that would cost each one a walk through the block."""
+        module = self._module()
+        return module is None or self._counted_weights is None or self._counted_weights == _weights_of(module)
 
     def _watched(self, state: tuple[Any, ...]) -> frozenset[str] | None:
         """The regions whose saved tensors matter in this state. None: to be learned from a call whose hooks see all of them, as in a state that

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
+from statistics import median
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ class Finding:
     compute_ms: float
     """Forward and backward of the blocks, without what was lost."""
     elsewhere: bool
-    """Another rank has the smaller share."""
+    """Another rank has a clearly smaller share: not for what was found here."""
 
     @property
     def by_host(self) -> bool:
@@ -66,6 +67,8 @@ CONTENTION = 0.02
 between nothing and 0.04 of the time of their copies."""
 SMALLEST, SMALLEST_BY_HOST = 0.01, 0.05
 """Smaller shares are 0. Where the host decides, sooner: hooks and contexts around the blocks cost it the same whatever the share."""
+LONGEST = 31
+"""Most steps of a window. The share never goes up again, so in thousands of windows of three some would be mistaken and take it to nothing."""
 
 
 def _alone(value: float) -> float:
@@ -75,11 +78,14 @@ def _alone(value: float) -> float:
 class AutoFraction:
     """Finds the largest fraction whose copies stay hidden behind compute; once settled it only goes down.
 
-    It starts at 1, where the GPU needs the least memory. After `skip` steps (kernels are tuned and buffers pinned in them) it sums
-    `measure` steps: the rate of each direction as it was in training, all ranks at once, times the compute of that pass gives the bytes
-    that fit; the smaller of both shares, times `margin`, is the answer. Afterwards it looks at the stalls of every `measure` steps: a block's
+    It starts at 1, where the GPU needs the least memory. After `skip` steps (kernels are tuned and buffers pinned in them) it looks at a
+    window of `measure` steps: the rate of each direction as it was in training, all ranks at once, times the compute of that pass gives the
+    bytes that fit; the smaller of both shares, times `margin`, is the answer. Afterwards it looks at the stalls of every window: a block's
     own copies can be more than its neighbour's compute covers, though all of them together fit. The first step down follows the share of
     the copy time that was lost, each further one the line through the last two, to where it loses `margin * tolerance` of the compute.
+
+    Of a window every figure is the median: one slow step (a garbage collection, a checkpoint being written) says nothing. While the share that
+    it settled on stays, each window is one step more than twice the one before, up to `LONGEST`; after a change it is `measure` again.
 
     Host time of offload that nothing hid is lost as well, from the first answer on: where launches decide the step, the GPU waits for the host
     and never for a copy. So is what copies take from the compute beside them (`CONTENTION`). Both are proportional to the share at most, so the
@@ -92,7 +98,7 @@ class AutoFraction:
     Args:
         reduce_min: smallest of a value over the ranks.
         skip: steps to ignore.
-        measure: steps to sum.
+        measure: steps of the first window, of the second, and of the first one after a change.
         margin: share of the compute that copies may fill.
         tolerance: share of the compute that may be lost, all in all, before the fraction goes down.
     """
@@ -103,7 +109,7 @@ class AutoFraction:
         self.fraction = 1.0
         self.settled = False
         self._reduce, self._skip, self._measure, self._margin, self._tolerance = reduce_min, skip, measure, margin, tolerance
-        self._ignored = skip
+        self._ignored, self._length = skip, measure
         self._window: list[StepStatistics] = []
         self._before: tuple[float, float] | None = None
         """A larger share, and what of the compute it lost."""
@@ -116,7 +122,7 @@ class AutoFraction:
             self._skip -= 1
             return self.fraction
         self._window.append(sample)
-        if len(self._window) < self._measure:
+        if len(self._window) < self._length:
             return self.fraction
         found = self._first_answer() if not self.settled else self._without_loss()
         # Unsettled ranks (nothing timed yet) answer -1, so that all of them go on measuring: agreement comes before speed.
@@ -125,9 +131,11 @@ class AutoFraction:
             before, settled = self.fraction, self.settled
             self.fraction, self.settled = min(before, agreed), True
             if not settled or self.fraction < before:
-                self._tell(before, elsewhere=found is not None and agreed < found)
+                self._tell(before, elsewhere=found is not None and agreed < 0.9 * found)
             if self.fraction < before:
-                self._skip = self._ignored
+                self._skip, self._length = self._ignored, self._measure
+            elif settled:
+                self._length = min(2 * self._length + 1, LONGEST)
         self._window.clear()
         return self.fraction
 
@@ -137,27 +145,30 @@ class AutoFraction:
         return found
 
     def _tell(self, before: float, *, elsewhere: bool) -> None:
-        steps, (host, stall, copies, compute) = len(self._window), self._losses()
+        host, stall, copies, compute = self._losses()
         self._finding = Finding(
             fraction=self.fraction,
             before=before,
             copies_alone=self._copies_alone,
-            host_ms=host / steps,
-            stall_ms=stall / steps,
-            copy_ms=copies / steps,
-            compute_ms=compute / steps,
+            host_ms=host,
+            stall_ms=stall,
+            copy_ms=copies,
+            compute_ms=compute,
             elsewhere=elsewhere,
         )
 
-    def _sum(self, name: str) -> float:
-        return float(sum(getattr(sample, name) for sample in self._window))
+    def _usual(self, name: str) -> float:
+        """The median over steps in which that direction was timed, if there were any: statistics may be taken more often than once per step."""
+        phase = "backward_ms" if "_in" in name or name == "backward_ms" else "forward_ms"
+        timed = [sample for sample in self._window if getattr(sample, phase) > 0]
+        return float(median(getattr(sample, name) for sample in timed or self._window))
 
     def _losses(self) -> tuple[float, float, float, float]:
-        """Milliseconds of exposed host time, of stalls, of copies, and of the compute without what was lost."""
-        host = self._sum("exposed_host_out_ms") + self._sum("exposed_host_in_ms")
-        stall = self._sum("stall_out_ms") + self._sum("stall_in_ms")
-        copies = self._sum("copy_out_ms") + self._sum("copy_in_ms")
-        return host, stall, copies, max(0.0, self._sum("forward_ms") + self._sum("backward_ms") - stall - host)
+        """Milliseconds per step of exposed host time, of stalls, of copies, and of the compute without what was lost."""
+        host = self._usual("exposed_host_out_ms") + self._usual("exposed_host_in_ms")
+        stall = self._usual("stall_out_ms") + self._usual("stall_in_ms")
+        copies = self._usual("copy_out_ms") + self._usual("copy_in_ms")
+        return host, stall, copies, max(0.0, self._usual("forward_ms") + self._usual("backward_ms") - stall - host)
 
     def _first_answer(self) -> float | None:
         share = self._hidden_share()
@@ -165,13 +176,13 @@ class AutoFraction:
             return None
         self._copies_alone = share
         host, stall, copies, compute = self._losses()
-        proportional = host + CONTENTION * copies
-        if proportional <= self._tolerance * compute:
-            return share
-        self._before = self.fraction, (proportional + stall) / compute if compute > 0 else 1.0
-        bound = self._bearable(proportional, compute)
-        smallest = SMALLEST_BY_HOST if host > CONTENTION * copies else SMALLEST
-        return share if share <= bound else bound if bound >= smallest else 0.0
+        proportional, smallest = host + CONTENTION * copies, SMALLEST
+        if proportional > self._tolerance * compute:
+            self._before = self.fraction, (proportional + stall) / compute if compute > 0 else 1.0
+            bound = self._bearable(proportional, compute)
+            if bound < share:
+                share, smallest = bound, SMALLEST_BY_HOST if host > CONTENTION * copies else SMALLEST
+        return share if share >= smallest else 0.0
 
     def _bearable(self, lost: float, compute: float) -> float:
         """The share that loses less than is tolerated, if all that was lost is proportional to it."""
@@ -180,22 +191,22 @@ class AutoFraction:
     def _hidden_share(self) -> float | None:
         shares = [1.0]
         for way, phase in (("out", "forward_ms"), ("in", "backward_ms")):
-            ms, eligible, whole = self._sum(f"copy_{way}_ms"), self._sum("timed_eligible_bytes"), self._sum(phase)
+            ms, eligible, whole = self._usual(f"copy_{way}_ms"), self._usual("timed_eligible_bytes"), self._usual(phase)
             if whole <= 0:
                 return None
             if ms > 0 and eligible > 0:  # else this rank copies nothing, and sets no bound
-                compute = max(0.0, whole - self._sum(f"stall_{way}_ms"))
-                shares.append(self._margin * self._sum(f"timed_bytes_{way}") / ms * compute / eligible)
+                compute = max(0.0, whole - self._usual(f"stall_{way}_ms"))
+                shares.append(self._margin * self._usual(f"timed_bytes_{way}") / ms * compute / eligible)
         return min(shares)
 
     def _without_loss(self) -> float:
         host, stall, copies, compute = self._losses()
         proportional = host + CONTENTION * copies
-        if copies <= 0 or proportional + stall <= self._tolerance * compute:
+        if proportional + stall <= self._tolerance * compute:
             return self.fraction
         lost, before = (proportional + stall) / compute if compute > 0 else 1.0, self._before
         self._before = self.fraction, lost
-        by_stalls = stall > proportional
+        by_stalls = copies > 0 and stall > proportional
         lower = self.fraction * (1 - (proportional + stall) / copies) if by_stalls else self._bearable(lost, 1.0)
         if before is not None and before[0] > self.fraction and before[1] > lost:
             line = self.fraction - (lost - self._margin * self._tolerance) * (before[0] - self.fraction) / (before[1] - lost)

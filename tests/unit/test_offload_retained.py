@@ -138,15 +138,22 @@ CHANGES: dict[str, Callable[[torch.nn.Module], object]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_another_state_of_the_model_is_not_guessed_at(change: str) -> None:
+@pytest.mark.parametrize("plan", ["offload:gdn_core_attn", "offload:gdn_core_attn@0", "offload:gdn_core_attn@auto", "mlp"])
+def test_another_state_of_the_model_is_not_guessed_at(plan: str, change: str) -> None:
     model = tiny_qwen3_5()
-    with apply_plan(model, moving("offload:gdn_core_attn")) as applied:
-        for _ in range(2):
-            step(model, applied)
-            assert applied.retained_of == "last step"
+
+    def one_step() -> None:
+        model(**tiny_batch(2, 65)).loss.backward()
+        applied.step_statistics()
+
+    with apply_plan(model, moving(plan) if "offload" in plan else plan) as applied:
+        for _ in range(6 if "auto" in plan else 2):  # on a CPU auto rests after five steps
+            one_step()
+            assert applied.retained_of == ("last step" if "offload" in plan else "every step")
         CHANGES[change](model)
-        step(model, applied)
+        one_step()
         assert (applied.retained_bytes, applied.retained_of) == (applied.ledger.retained_bytes, "first forward")
+    assert (applied.retained_bytes, applied.retained_of) == (applied.ledger.retained_bytes, "first forward"), "after undo as well"
 
 
 def test_without_offload_other_shapes_are_the_first_forwards() -> None:
