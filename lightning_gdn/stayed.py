@@ -97,13 +97,13 @@ def share_found(
     host_ms: float,
     stall_ms: float,
     copy_ms: float,
-    compute_ms: float,
+    step_ms: float,
     elsewhere: bool,
     by_host: bool,
 ) -> str:
     """What `auto` found and what to do about it, in one sentence; the arguments are the fields of `Finding`, and its `by_host`."""
     head = f"offload: fraction=auto settled on {fraction:.2g}" + ("" if before == 1 else f", down from {before:.2g}")
-    times = f"of {compute_ms:.1f} ms of forward and backward"
+    times = f"of {step_ms:.1f} ms of a step"
     if elsewhere:
         return f"{head}: another rank can move no more behind its compute"
     if by_host:
@@ -111,7 +111,7 @@ def share_found(
         return (
             f"{head}{less}: the host, not the GPU, decides the step time here ({host_ms:.1f} ms of host work for copies had nothing to hide behind, "
             f"{times}). Take larger micro-batches; or give fraction=1.0 (@1) if memory matters more than the step time"
-            + (f", which is about {100 * (host_ms + stall_ms) / compute_ms:.1f} % longer at a share of {before:.2g}" if compute_ms > 0 else "")
+            + (f", which is about {100 * (host_ms + stall_ms) / step_ms:.1f} % longer at a share of {before:.2g}" if step_ms > 0 else "")
         )
     if fraction == 0:
         return f"{head} and moves nothing any more: too little compute for the copies to hide behind ({stall_ms:.1f} ms of stalls {times})"

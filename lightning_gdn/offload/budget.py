@@ -50,8 +50,8 @@ class Finding:
     stall_ms: float
     copy_ms: float
     """Time of the copies, out and back."""
-    compute_ms: float
-    """Forward and backward of the blocks, without what was lost."""
+    step_ms: float
+    """The whole step, without what was lost."""
     elsewhere: bool
     """Another rank has a clearly smaller share: not for what was found here."""
 
@@ -82,7 +82,7 @@ class AutoFraction:
     window of `measure` steps: the rate of each direction as it was in training, all ranks at once, times the compute of that pass gives the
     bytes that fit; the smaller of both shares, times `margin`, is the answer. Afterwards it looks at the stalls of every window: a block's
     own copies can be more than its neighbour's compute covers, though all of them together fit. The first step down follows the share of
-    the copy time that was lost, each further one the line through the last two, to where it loses `margin * tolerance` of the compute.
+    the copy time that was lost, each further one the line through the last two, to where it loses `margin * tolerance` of the step.
 
     Of a window every figure is the median: one slow step (a garbage collection, a checkpoint being written) says nothing. While the share that
     it settled on stays, each window is one step more than twice the one before, up to `LONGEST`; after a change it is `measure` again.
@@ -100,7 +100,7 @@ class AutoFraction:
         skip: steps to ignore.
         measure: steps of the first window, of the second, and of the first one after a change.
         margin: share of the compute that copies may fill.
-        tolerance: share of the compute that may be lost, all in all, before the fraction goes down.
+        tolerance: share of the step that may be lost, all in all, before the fraction goes down.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class AutoFraction:
         return found
 
     def _tell(self, before: float, *, elsewhere: bool) -> None:
-        host, stall, copies, compute = self._losses()
+        host, stall, copies, step = self._losses()
         self._finding = Finding(
             fraction=self.fraction,
             before=before,
@@ -153,7 +153,7 @@ class AutoFraction:
             host_ms=host,
             stall_ms=stall,
             copy_ms=copies,
-            compute_ms=compute,
+            step_ms=step,
             elsewhere=elsewhere,
         )
 
@@ -164,29 +164,30 @@ class AutoFraction:
         return float(median(getattr(sample, name) for sample in timed or self._window))
 
     def _losses(self) -> tuple[float, float, float, float]:
-        """Milliseconds per step of exposed host time, of stalls, of copies, and of the compute without what was lost."""
+        """Milliseconds per step of exposed host time, of stalls, of copies, and of the step without what was lost."""
         host = self._usual("exposed_host_out_ms") + self._usual("exposed_host_in_ms")
         stall = self._usual("stall_out_ms") + self._usual("stall_in_ms")
         copies = self._usual("copy_out_ms") + self._usual("copy_in_ms")
-        return host, stall, copies, max(0.0, self._usual("forward_ms") + self._usual("backward_ms") - stall - host)
+        blocks = self._usual("forward_ms") + self._usual("backward_ms")
+        return host, stall, copies, max(0.0, max(blocks, self._usual("wall_ms")) - stall - host)
 
     def _first_answer(self) -> float | None:
         share = self._hidden_share()
         if share is None:
             return None
         self._copies_alone = share
-        host, stall, copies, compute = self._losses()
+        host, stall, copies, step = self._losses()
         proportional, smallest = host + CONTENTION * copies, SMALLEST
-        if proportional > self._tolerance * compute:
-            self._before = self.fraction, (proportional + stall) / compute if compute > 0 else 1.0
-            bound = self._bearable(proportional, compute)
+        if proportional > self._tolerance * step:
+            self._before = self.fraction, (proportional + stall) / step if step > 0 else 1.0
+            bound = self._bearable(proportional, step)
             if bound < share:
                 share, smallest = bound, SMALLEST_BY_HOST if host > CONTENTION * copies else SMALLEST
         return share if share >= smallest else 0.0
 
-    def _bearable(self, lost: float, compute: float) -> float:
+    def _bearable(self, lost: float, step: float) -> float:
         """The share that loses less than is tolerated, if all that was lost is proportional to it."""
-        return self.fraction * self._margin * self._tolerance * compute / lost
+        return self.fraction * self._margin * self._tolerance * step / lost
 
     def _hidden_share(self) -> float | None:
         shares = [1.0]
@@ -200,11 +201,11 @@ class AutoFraction:
         return min(shares)
 
     def _without_loss(self) -> float:
-        host, stall, copies, compute = self._losses()
+        host, stall, copies, step = self._losses()
         proportional = host + CONTENTION * copies
-        if proportional + stall <= self._tolerance * compute:
+        if proportional + stall <= self._tolerance * step:
             return self.fraction
-        lost, before = (proportional + stall) / compute if compute > 0 else 1.0, self._before
+        lost, before = (proportional + stall) / step if step > 0 else 1.0, self._before
         self._before = self.fraction, lost
         by_stalls = copies > 0 and stall > proportional
         lower = self.fraction * (1 - (proportional + stall) / copies) if by_stalls else self._bearable(lost, 1.0)

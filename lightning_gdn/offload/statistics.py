@@ -69,6 +69,8 @@ class StepStatistics:
     """From the first block's start to the last block's end, stalls included, over all forward passes timed."""
     backward_ms: float = 0.0
     """From the first block's backward to the start of the last one's."""
+    wall_ms: float = 0.0
+    """Since the statistics before these, by the host's clock; 0 the first time."""
     timed_eligible_bytes: int = 0
     """The eligible bytes of the passes that `forward_ms` is the time of."""
     forwards: int = 0
@@ -88,6 +90,7 @@ class StepStatistics:
             exposed_host_in_ms=0.0,
             forward_ms=0.0,
             backward_ms=0.0,
+            wall_ms=0.0,
             timed_bytes_out=0,
             timed_bytes_in=0,
             timed_eligible_bytes=0,
@@ -140,13 +143,14 @@ def merged(parts: Sequence[StepStatistics]) -> StepStatistics | None:
     if len(parts) < 2:
         return parts[0] if parts else None
     rows = [asdict(part) for part in parts]
-    kept_apart = ("fraction", "skipped", "forwards", "largest_small")
+    longest = ("forwards", "largest_small", "wall_ms")
+    kept_apart = ("fraction", "skipped", *longest)
     total: dict[str, Any] = {name: sum(row[name] for row in rows) for name in rows[0] if name not in kept_apart}
     skipped: dict[str, int] = {}
     for row in rows:
         for reason, nbytes in row["skipped"].items():
             skipped[reason] = skipped.get(reason, 0) + nbytes
-    total |= {name: max(row[name] for row in rows) for name in ("forwards", "largest_small")}
+    total |= {name: max(row[name] for row in rows) for name in longest}
     return StepStatistics(fraction=min(part.fraction for part in parts), skipped=skipped, **total)
 
 
@@ -181,6 +185,7 @@ class Recorder:
         self._fold_at = FOLD_SPANS
         self._host_ns = {"out": 0, "in": 0}
         self._dry = {"out": 0.0, "in": 0.0}
+        self._since: float | None = None
 
     def add(self, name: str, amount: int = 1) -> None:
         """Count."""
@@ -239,6 +244,7 @@ class Recorder:
 
     def snapshot(self, pool: Pool, fraction: float) -> StepStatistics:
         """Everything since the last snapshot, without waiting for the device; resets."""
+        before, self._since = self._since, time.perf_counter()
         self._fold()
         exposed_out, exposed_in = self._exposed_ms("out"), self._exposed_ms("in")
         times, nbytes, self._times, self._sizes = self._times, self._sizes, {}, {}
@@ -276,6 +282,7 @@ class Recorder:
             exposed_host_in_ms=exposed_in,
             forward_ms=times.get("forward", 0.0),
             backward_ms=times.get("backward", 0.0),
+            wall_ms=(self._since - before) * 1e3 if before is not None else 0.0,
             timed_bytes_out=nbytes.get("copy_out", 0),
             timed_bytes_in=nbytes.get("copy_in", 0),
             timed_eligible_bytes=nbytes.get("forward", 0),

@@ -35,7 +35,15 @@ def test_equal_storages_are_spread_evenly_and_exactly() -> None:
 
 
 def sample(
-    *, rate_out: float = 50.0, rate_in: float = 50.0, forward: float = 100.0, backward: float = 200.0, eligible: int, moved: int, host: float = 0.0
+    *,
+    rate_out: float = 50.0,
+    rate_in: float = 50.0,
+    forward: float = 100.0,
+    backward: float = 200.0,
+    eligible: int,
+    moved: int,
+    host: float = 0.0,
+    wall: float = 0.0,
 ) -> Any:
     """One step as the engine would report it: rates in 10⁶ bytes per ms, times in ms. What does not hide is a stall; `host` is exposed host time,
     half of it in each direction."""
@@ -53,6 +61,7 @@ def sample(
         exposed_host_out_ms=host / 2,
         exposed_host_in_ms=host / 2,
         timed_eligible_bytes=eligible,
+        wall_ms=wall,
     )
 
 
@@ -267,7 +276,7 @@ def test_what_was_found_is_told_once_per_change() -> None:
     assert [each[:3] for each in told] == [(1.0, pytest.approx(0.2, rel=0.02), True), (pytest.approx(0.2, rel=0.02), 0.0, True)]
     assert told[0][3] == (
         "offload: fraction=auto settled on 0.2 (the copies alone would allow 1): the host, not the GPU, decides the step time here (9.6 ms of host "
-        "work for copies had nothing to hide behind, of 300.0 ms of forward and backward). Take larger micro-batches; or give fraction=1.0 (@1) if "
+        "work for copies had nothing to hide behind, of 300.0 ms of a step). Take larger micro-batches; or give fraction=1.0 (@1) if "
         "memory matters more than the step time, which is about 3.2 % longer at a share of 1"
     )
     assert told[1][3].startswith("offload: fraction=auto settled on 0, down from 0.2 and moves nothing any more: the host")
@@ -279,7 +288,7 @@ def test_what_was_found_is_told_once_per_change() -> None:
     assert (found.by_host, found.fraction) == (False, pytest.approx(0.24))
     assert share_found(**asdict(found), by_host=found.by_host) == (
         "offload: fraction=auto settled on 0.24: what hides behind compute (before, 100.0 ms of stalls and 0.0 ms of host work were exposed, and "
-        "400.0 ms of copies slowed down what ran beside them, of 300.0 ms of forward and backward)"
+        "400.0 ms of copies slowed down what ran beside them, of 300.0 ms of a step)"
     )
 
 
@@ -364,3 +373,14 @@ def test_hooks_that_cost_the_host_its_time_while_nothing_moves_end_as_well() -> 
     for _ in range(40):
         auto.observe(sample(eligible=10**9, moved=0, host=6.0 if auto.fraction else 0.0))
     assert auto.fraction == 0.0
+
+
+def test_what_is_lost_is_a_share_of_the_whole_step_not_of_the_blocks_alone() -> None:
+    """Head, loss and optimizer take time as well: 300 ms of blocks in a step of 600 ms may lose twice as much."""
+    shares = []
+    for wall in (0.0, 250.0, 609.6):  # not known; a clock that cannot be, since the blocks took longer; known, with 9.6 ms of host time in it
+        auto = AutoFraction()
+        for _ in range(5):
+            auto.observe(sample(eligible=10**8, moved=10**8, host=9.6, wall=wall))
+        shares.append(auto.fraction)
+    assert shares == pytest.approx([0.2, 0.2, 0.4], rel=0.02)

@@ -376,7 +376,8 @@ def test_times_that_are_not_known_yet_come_later() -> None:
 
 
 def test_auto_settles_where_the_copies_hide(tasks: dict[str, Any]) -> None:
-    """40 blocks of 1 ms in each direction, whose storages take 2 ms each way: about half of the bytes can hide."""
+    """40 blocks of 1 ms in each direction, whose storages take 2 ms each way: about half of the bytes can hide, and a sixth slows
+    the rest down by no more than is tolerated."""
     sim = SimulatedBackend(gb_s=2 * SIZE / 4e6)
     engine = make(sim, fraction="auto", resident_last_blocks=1)
     history = []
@@ -394,7 +395,7 @@ def test_auto_settles_where_the_copies_hide(tasks: dict[str, Any]) -> None:
     assert engine.auto is not None
     assert engine.auto.settled
     assert [statistics.fraction for statistics in history[:5]] == [1.0] * 5
-    assert 0.15 < engine.fraction < 0.3
+    assert 0.05 < engine.fraction < 0.17
     assert history[0].stall_ms > 40
     assert history[-1].stall_ms < 0.01 * (history[-1].forward_ms + history[-1].backward_ms)
     assert history[-1].bytes_out <= engine.fraction * history[-1].eligible_bytes
