@@ -400,7 +400,10 @@ def test_auto_settles_where_the_copies_hide(tasks: dict[str, Any]) -> None:
     assert history[-1].stall_ms < 0.01 * (history[-1].forward_ms + history[-1].backward_ms)
     assert history[-1].bytes_out <= engine.fraction * history[-1].eligible_bytes
     assert history[4].pinned_held == 4096 * history[4].copies_out, "the whole share, a page for each"
-    assert history[-1].pinned_held == 4096 * history[-1].copies_out < history[4].pinned_held, "what it settled on, the rest is the machine's again"
+    last = history[-1]
+    assert 4096 * last.copies_out <= last.pinned_held <= 4096 * last.copies_out / 0.9 + 4096 < history[4].pinned_held, (
+        "what it settled on, but for a tenth"
+    )
 
 
 def test_auto_needs_times() -> None:
