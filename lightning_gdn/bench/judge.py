@@ -71,6 +71,11 @@ def judge(records: Sequence[Mapping[str, Any]], *, name: str, arms: Sequence[str
     for entry in entries:
         if entry["offload"] and entry["offload"]["asked"] == "auto" and not entry["offload"]["settled"]:
             notes.append(f"{entry['arm']}: the share had not settled when the run ended; more steps (trainer.max_steps) let it")
+        elif entry["offload"] and entry["offload"]["settled_late"]:
+            notes.append(
+                f"{entry['arm']}: half or more of its steady steps were before auto settled, and its step time is mostly theirs; more steps "
+                "(trainer.max_steps, or monitor.warmup_steps) leave them out"
+            )
     hashes = {r["environment"].get("autotune_cache") for r in records if r.get("environment")}
     problems = []
     for entry in entries:
@@ -166,9 +171,10 @@ OFFLOAD_FIGURES = ("out_mib", "in_mib", "out_gb_s", "in_gb_s", "stall_ms", "expo
 
 def _offload(records: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     """Medians over rounds of what moved per optimizer step on rank 0, and the share of the bytes that was; None for an arm without offload."""
-    told = [found for r in records if (found := (r.get("monitor") or {}).get("offload"))]
-    if not told:
+    monitors = [monitor for r in records if (monitor := r.get("monitor")) and monitor.get("offload")]
+    if not monitors:
         return None
+    told = [monitor["offload"] for monitor in monitors]
     values = {name: [each["median"] if isinstance(each := found.get(name), Mapping) else each for found in told] for name in OFFLOAD_FIGURES}
     shares = [found for r in records if (found := r.get("offload"))]
     return {
@@ -178,6 +184,9 @@ def _offload(records: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
         "asked": shares[0]["asked"] if shares else None,
         "share": _spread([found["fraction"] for found in shares]),
         "settled": all(found["settled"] for found in shares),
+        "settled_late": bool(shares)
+        and shares[0]["asked"] == "auto"
+        and any(2 * m["offload"].get("steps", m["steps"]) <= m["steps"] for m in monitors if m.get("steps")),
     }
 
 

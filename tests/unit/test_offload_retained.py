@@ -200,6 +200,9 @@ def test_the_record_of_an_auto_arm(steps: int, settled: bool, tmp_path: Path) ->
     unmoved = "moved nothing to the host in its steady steps at the share of 0 that auto settled on; a share of 0 moves nothing"
     assert (unmoved in text) is settled
     assert ("the share had not settled when the run ended" in text) is not settled
+    assert ("half or more of its steady steps were before auto settled, and its step time is mostly theirs" in text) is settled
+    auto["monitor"]["offload"]["steps"] = auto["monitor"]["steps"]
+    assert "mostly theirs" not in markdown(judge([control, auto], name="x", arms=["none", "offload:gdn_core_attn@auto"]))
 
 
 def test_columns_and_remarks_of_a_comparison() -> None:
