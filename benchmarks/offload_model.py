@@ -5,11 +5,11 @@
     python benchmarks/offload_model.py --model stack --layers 3 --seq 256 --device cpu --rounds 1    # runs anywhere; its times mean nothing
     python benchmarks/offload_model.py --model qwen3_5_0_8b --seq 4096 --beside --arms none,offload:gdn_core_attn,trl_offload --out record.json
 
-Per arm and round: `--warm` steps, then `--steps` measured ones; deltas are paired with `none` of the same round, with `--beside` with `none`
-measured once more right beside the arm. `act` is what is allocated after the forward beyond what was before it, `peak` the allocated peak of a
-step, weights included (on a CPU the process's). `moved` is copied out per step, `stall` the time for which compute waited for copies, `hidden`
-the share of the copy time that it did not wait for, `lead` the fewest blocks between enqueueing a reload and its use (in one further step, which
-no time is taken of).
+Per arm and round: `--warm` steps, then `--steps` measured ones; deltas are paired with `none` of the same round, with `--beside` with `none` in
+turns of one step on a twin of the model, which trains the same weights (`--steps` turns). `act` is what is allocated after the forward beyond
+what was before it, `peak` the allocated peak of a step, weights included (on a CPU the process's). `moved` is copied out per step, `stall` the
+time for which compute waited for copies, `hidden` the share of the copy time that it did not wait for, `lead` the fewest blocks between
+enqueueing a reload and its use (in one further step, which no time is taken of; not in turns).
 `bare` are plain pinned copies of 256 MiB in the same process: each way alone, which is the rate that offload's is a share of, and both ways at
 once. `trl_offload` is TRL's `OffloadActivations` around each forward and backward (`pip install trl`; among the default arms where it can be
 imported). Losses are compared with the control's bit for bit.
@@ -18,13 +18,16 @@ imported). Losses are compared with the control's bit for bit.
 from __future__ import annotations
 
 import argparse
+import copy
+import itertools
 import math
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 from offload_trainees import Qwen, Stack, around_of, in_force, lead_blocks, ledger_sums, medians, timed_step
 from rates import bare_rates, told_rates
-from rounds import CONTROL, MIB, MOVED, alternate, arms_of, figures, header, judge, print_table, spread, write
+from rounds import CONTROL, MIB, MOVED, alternate, arms_of, figures, header, in_turns, judge, print_table, spread, twin, write
 from trl_offload import ARM as TRL
 from trl_offload import check, importable
 
@@ -49,20 +52,50 @@ def default_arms(model: str, device: str) -> tuple[str, ...]:
     return (CONTROL, *MOVING, *RECOMPUTING[model], *OTHERS, *([TRL] if device == "cuda" and importable() else []))
 
 
+def warm_steps(text: str, args: argparse.Namespace) -> int:
+    """Steps before the measured ones; `auto` needs more to settle: three windows and what it ignores."""
+    return args.warm + (16 if text.endswith("@auto") else 0)
+
+
+def arm_in_force(trainee: Any, text: str, args: argparse.Namespace) -> AbstractContextManager[Any]:
+    """The arm with the options of the command line."""
+    options = {"min_bytes": args.min_bytes, "max_pinned_gib": args.max_pinned_gib, "release_blocks": args.release_blocks}
+    return in_force(trainee.model, text, args.kernels, {**options, "prefetch_blocks": args.prefetch_blocks})
+
+
 def measure(trainee: Any, text: str, args: argparse.Namespace) -> dict[str, Any]:
     """Figures of one round of one arm."""
     if hasattr(trainee, "reset"):
         trainee.reset()
-    moves = "offload:" in text
-    warm = args.warm + (16 if text.endswith("@auto") else 0)  # what `auto` needs to settle: three windows and what it ignores
-    options = {"min_bytes": args.min_bytes, "max_pinned_gib": args.max_pinned_gib, "release_blocks": args.release_blocks}
-    options["prefetch_blocks"] = args.prefetch_blocks
-    with in_force(trainee.model, text, args.kernels, options) as applied:
+    moves, warm = "offload:" in text, warm_steps(text, args)
+    with arm_in_force(trainee, text, args) as applied:
         around = around_of(applied)
         rows = [timed_step(trainee, index, applied if moves else None, args.device, around) for index in range(warm + args.steps)]
         ledger = ledger_sums(applied) if moves else None
         lead = lead_blocks(trainee, applied, len(rows)) if moves else None
     return {**medians(rows[warm:]), "losses": [loss for row in rows for loss in row["losses"]], "ledger": ledger, "lead_blocks": lead}
+
+
+def measure_pair(trainee: Any, pair: tuple[str, str], args: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """Control and arm in turns of one step; both train the same weights, so their losses are no comparison."""
+    if hasattr(trainee, "reset"):
+        trainee.reset()
+    arm = pair[0] if pair[1] == CONTROL else pair[1]
+    other, moves = copy.copy(trainee), "offload:" in arm
+    other.model = twin(trainee.model)
+    with arm_in_force(trainee, CONTROL, args), arm_in_force(other, arm, args) as applied:
+        around, steps = around_of(applied), itertools.count()
+        for _ in range(warm_steps(arm, args)):
+            timed_step(other, next(steps), applied if moves else None, args.device, around)
+
+        def step(which: str) -> dict[str, Any]:
+            told, context = (applied if moves else None, around) if which == arm else (None, nullcontext)
+            row = timed_step(other if which == arm else trainee, next(steps), told, args.device, context)
+            return {name: value for name, value in row.items() if name != "losses"}
+
+        found = in_turns(pair, step, args.steps)
+        found[arm]["ledger"] = ledger_sums(applied) if moves else None
+    return {which: {"ledger": None, **row, "losses": []} for which, row in found.items()}
 
 
 def print_moved(arms: dict[str, Any]) -> None:
@@ -91,6 +124,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=20, help="of the stack")
     parser.add_argument("--seq", type=int, default=8192)
     parser.add_argument("--batch", type=int, help="default: 2 for the stack, 1 for the model")
+    parser.add_argument("--micro-batches", type=int, default=1, help="per step, of the model")
     parser.add_argument("--kernels", choices=("stock", "fused"), default="stock")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--warm", type=int, default=3)
@@ -101,7 +135,7 @@ def main() -> None:
     parser.add_argument("--max-pinned-gib", type=float)
     parser.add_argument("--release-blocks", type=int, default=1)
     parser.add_argument("--prefetch-blocks", type=int, default=1)
-    parser.add_argument("--beside", action="store_true", help="measure the control once more beside every arm: where the host decides")
+    parser.add_argument("--beside", action="store_true", help="control and arm in turns of one step: where the host decides")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     args.batch = args.batch or (2 if args.model == "stack" else 1)
@@ -111,20 +145,23 @@ def main() -> None:
     if args.model == "stack":
         trainee = Stack(device=args.device, layers=args.layers, seq=args.seq, batch=args.batch)
     else:
-        trainee = Qwen(device=args.device, seq=args.seq, batch=args.batch, restarts=True)
+        trainee = Qwen(device=args.device, seq=args.seq, batch=args.batch, micro_batches=args.micro_batches, restarts=True)
     blocks = args.layers if args.model == "stack" else trainee.recipe.model.num_hidden_layers
     arms = list(dict.fromkeys([CONTROL, *arms_of(wanted, blocks)]))
     measure(trainee, CONTROL, args)  # compiles and tunes
     bare = [bare_rates(args.device)]
-    beside = (lambda arm: CONTROL) if args.beside else None
-    rounds = alternate(arms, args.rounds, lambda arm, index: measure(trainee, arm, args), seconds=args.seconds, control_of=beside)
+    beside: dict[str, Any] = {}
+    if args.beside:
+        beside = {"control_of": lambda arm: CONTROL, "side_by_side": lambda pair, index: measure_pair(trainee, pair, args)}
+    rounds = alternate(arms, args.rounds, lambda arm, index: measure(trainee, arm, args), seconds=args.seconds, **beside)
     bare.append(bare_rates(args.device))
     judged = judge(rounds, blocks, args.kernels)
     want = rounds[CONTROL][0]["losses"]
     for arm, entry in judged["arms"].items():
         rows = rounds[arm]
         equal = all(mine == theirs for row in rows for mine, theirs in zip(row["losses"], want, strict=False))
-        entry |= {"offload": figures(rows, MOVED), "losses": "bit-equal" if equal else "differ"}
+        compared = all(row["losses"] for row in rows)
+        entry |= {"offload": figures(rows, MOVED), "losses": ("bit-equal" if equal else "differ") if compared else "not compared"}
         entry["ledger"] = rows[-1]["ledger"]
     print_table(judged)
     print_moved(judged["arms"])

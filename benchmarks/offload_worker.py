@@ -32,7 +32,7 @@ Gate = Callable[[str], None]
 """Says a word to the parent and waits for its answer."""
 AUTO_WARM = 6
 """Further steps that `auto` needs to settle: two ignored, three measured, and one under what it chose."""
-AUTO_CAP = 40
+AUTO_CAP = 60
 """Steps after which a timed run no longer waits for `auto` to leave the share alone."""
 
 
@@ -47,12 +47,12 @@ def chosen_configs() -> dict[str, str]:
 
 
 def warm_up(trainee: Any, applied: Any, spec: Mapping[str, Any]) -> tuple[list[dict[str, Any]], bool | None]:
-    """`warm` steps, with `auto` until its share has settled and was left alone for six. The steps; whether it was (None without `auto`)."""
+    """`warm` steps, with `auto` until its share has settled and was left alone for twelve. The steps; whether it was (None without `auto`)."""
     auto = spec["arm"].endswith("@auto")
     least, cap = (spec["warm"] + AUTO_WARM, AUTO_CAP) if auto else (spec["warm"],) * 2
     rows: list[dict[str, Any]] = []
     for index in range(max(least, cap)):
-        if index >= least and settled(applied) and len({row["fraction"] for row in rows[-6:]}) == 1:
+        if index >= least and settled(applied) and len({row["fraction"] for row in rows[-12:]}) == 1:
             return rows, True
         rows.append(timed_step(trainee, index, applied if "offload:" in spec["arm"] else None, spec["device"], around_of(applied)))
     return rows, False if auto else None

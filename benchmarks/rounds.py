@@ -93,14 +93,15 @@ def alternate(
 
 
 def in_turns(pair: tuple[str, str], step: Callable[[str], dict[str, Any]], turns: int, unseen: int = 1) -> dict[str, dict[str, Any]]:
-    """Two arms in turns of one step, the first ones unseen; per arm the median of every figure, and the largest peak."""
+    """Two arms in turns of one step, the first ones unseen; per arm the median of every figure that all of them have, and the largest peak."""
     rows: dict[str, list[dict[str, Any]]] = {arm: [] for arm in pair}
     for index in range(unseen + turns):
         for arm in pair if index % 2 == 0 else pair[::-1]:
             row = step(arm)
             if index >= unseen:
                 rows[arm].append(row)
-    found = {arm: {key: statistics.median(row[key] for row in rows[arm]) for key in rows[arm][0]} for arm in pair}
+    known = {arm: [key for key in rows[arm][0] if all(row.get(key) is not None for row in rows[arm])] for arm in pair}
+    found = {arm: {key: statistics.median(row[key] for row in rows[arm]) for key in known[arm]} for arm in pair}
     for arm in pair:
         found[arm]["peak_mib"] = max(row["peak_mib"] for row in rows[arm])
     return found

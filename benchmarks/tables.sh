@@ -3,11 +3,11 @@
 #
 #   benchmarks/tables.sh OUT [TABLE ...]
 #   TABLE of recompute: segments stack stack_2048 whole_16384 whole_4096 4b profile host (the default), profile_large stack_full
-#         of offload:   engine pairs_stack pairs_16384 pairs_4096x4 combined rivals matrix
+#         of offload:   engine pairs_stack pairs_16384 pairs_4096x4 auto_stack auto_16384 auto_4096x4 combined rivals matrix
 #
 # Recompute has five alternating rounds, offload three. SECONDS_PER_TABLE (default 120; pairs and stack_2048 want 240, the matrix 400) bounds
 # the rounds of each; what did not fit is said, and the record holds whole rounds. PYTHON=python3 chooses the interpreter. Where the host
-# decides (2048 and 4096 tokens), and in stack_full, the control takes turns of one step with every arm. A process start, and kernels that have
+# decides (2048 and 4096 tokens), and in stack_full and auto_*, the control takes turns of one step with every arm. A process start, and kernels that have
 # to be tuned, come on top. CUDA_VISIBLE_DEVICES chooses the GPU: bits and bytes may be measured on one while times are measured on another,
 # with CPU cores of their own.
 set -u
@@ -28,6 +28,7 @@ QWEN="benchmarks/offload_model.py --model qwen3_5_0_8b --kernels fused --rounds 
 PAIRS="benchmarks/offload_pairs.py --kernels fused"
 STOCK=stock:none,stock:gdn_norm_out,stock:$UNION
 COMBINED=none,$MOVED@auto,$UNION+mlp_act,$UNION+mlp_act+$MOVED,$UNION+mlp_act+$MOVED+offload:mlp@auto,full,full+offload:block_input,checkpoint:sweep
+AUTO="--beside --steps 10 --arms none,$MOVED@auto,$MOVED"
 RIVALS=none,$MOVED,save_on_cpu:gdn_core_attn,$MOVED+offload:gdn_in_proj+offload:gdn_norm_out+offload:core_attn+offload:mlp,full+offload:block_input,save_on_cpu
 $python -c "import trl" 2>/dev/null && RIVALS=$RIVALS,trl_offload
 failed=0
@@ -55,6 +56,9 @@ for name in ${*:-stack whole_16384 stack_2048 segments profile whole_4096 4b hos
         pairs_stack) table "$name" benchmarks/offload_pairs.py --case stack --seconds "$limit" ;;
         pairs_16384) table "$name" $PAIRS --case qwen:16384 --seconds "$limit" ;;
         pairs_4096x4) table "$name" $PAIRS --case qwen:4096x4 --seconds "$limit" ;;
+        auto_stack) table "$name" benchmarks/offload_model.py --model stack $AUTO --seconds "$limit" ;;
+        auto_16384) table "$name" $QWEN $AUTO --seq 16384 --seconds "$limit" ;;
+        auto_4096x4) table "$name" $QWEN $AUTO --seq 4096 --micro-batches 4 --seconds "$limit" ;;
         combined) table "$name" $QWEN --seq 16384 --arms "$COMBINED" --seconds "$limit" ;;
         rivals) table "$name" $QWEN --seq 4096 --arms "$RIVALS" --seconds "$limit" ;;
         matrix) table "$name" benchmarks/offload_matrix.py --kernels fused --parallel 4 --short 20 --seconds "$limit" ;;

@@ -353,7 +353,7 @@ def test_a_timed_run_tells_what_a_pair_needs(bench: Callable[[str], Any], tmp_pa
         spec = small("time", arm, tmp_path, deterministic=False, warm=1, steps=2)
         runs[arm] = bench("offload_worker").run(spec, words.append)
     assert words == ["WARM"] * 3
-    assert (runs["none"]["warm"], runs[FULL]["warm"], runs[AUTO]["warm"]) == (2, 2, 12)
+    assert (runs["none"]["warm"], runs[FULL]["warm"], runs[AUTO]["warm"]) == (2, 2, 18)
     assert runs[FULL]["lead_blocks"] == 1
     assert runs[FULL]["moved_mib"] > 0
     assert runs[AUTO]["settled"] is True

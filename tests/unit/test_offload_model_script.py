@@ -189,13 +189,18 @@ def test_the_script_compares_offload_with_pytorchs_own(
 ) -> None:
     module, out = bench("offload_model"), tmp_path / "record.json"
     measured: list[str] = []
-    plain = module.measure
+    plain, in_turns = module.measure, module.measure_pair
 
     def measure(trainee: Any, text: str, args: Any) -> dict[str, Any]:
         measured.append(text)
         return plain(trainee, text, args)
 
+    def measure_pair(trainee: Any, pair: tuple[str, str], args: Any) -> dict[str, dict[str, Any]]:
+        measured.append("+".join(pair))
+        return in_turns(trainee, pair, args)
+
     monkeypatch.setattr(module, "measure", measure)
+    monkeypatch.setattr(module, "measure_pair", measure_pair)
     arms = ["none", "offload:gdn_core_attn", "save_on_cpu:gdn_core_attn"]
     command = ["--device", "cpu", "--layers", "3", "--seq", "32", "--rounds", "2", "--warm", "0", "--steps", "1", "--min-bytes", "0"]
     monkeypatch.setattr(sys, "argv", ["offload_model.py", *command, "--arms", ",".join(arms), "--out", str(out), *(["--beside"] if beside else [])])
@@ -203,11 +208,14 @@ def test_the_script_compares_offload_with_pytorchs_own(
         module.main()
     finally:
         gc.unfreeze()
-    each = [arms[0], arms[0], arms[1], arms[0], arms[2]] if beside else arms
-    assert measured == [arms[0], *each, *each[::-1]], "the control first, to compile and tune"
+    first, last = (
+        ([arms[0], *(f"none+{arm}" for arm in arms[1:])], [*(f"{arm}+none" for arm in arms[:0:-1]), arms[0]]) if beside else (arms, arms[::-1])
+    )
+    assert measured == [arms[0], *first, *last], "the control first, to compile and tune"
     record = json.loads(out.read_text(encoding="utf-8"))
     assert list(record["arms"]) == arms
-    assert {entry["losses"] for entry in record["arms"].values()} == {"bit-equal"}
+    assert [entry["losses"] for entry in record["arms"].values()] == ["bit-equal", *(["not compared" if beside else "bit-equal"] * 2)]
+    assert [row["ms_pct"]["median"] == 0 for row in record["arms"].values()] == [True, False, False]
     assert record["arms"][arms[1]]["offload"]["moved_mib"]["median"] > 0
     assert record["arms"][arms[2]]["offload"] == {}
     assert record["options"]["beside"] is beside
