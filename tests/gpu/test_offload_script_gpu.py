@@ -20,7 +20,6 @@ def test_bare_copies_are_timed_one_way_alone_and_both_at_once(bench: Callable[[s
         assert rates[f"both_{way}_gb_s"] <= 1.2 * rates[f"{way}_gb_s"], "the other way does not help"
 
 
-@pytest.mark.never_run_on_a_gpu
 @pytest.mark.parametrize("kernels", ["stock", "fused"])
 def test_trls_offload_gives_the_controls_loss_and_gradients_and_holds_less(bench: Callable[[str], Any], kernels: str) -> None:
     pytest.importorskip("trl.models.activation_offloading", reason="TRL is not installed, and no dependency")
