@@ -77,7 +77,10 @@ def measure(trainee: Any, text: str, args: argparse.Namespace) -> dict[str, Any]
 
 
 def measure_pair(trainee: Any, pair: tuple[str, str], args: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Control and arm in turns of one step; both train the same weights, so their losses are no comparison."""
+    """Control and arm in turns of one step; both train the same weights, so their losses are no comparison.
+
+    `auto` settles in the warm-up. In turns a step of its clock is one of each, so it tolerates twice as much there and hardly goes down further.
+    """
     if hasattr(trainee, "reset"):
         trainee.reset()
     arm = pair[0] if pair[1] == CONTROL else pair[1]

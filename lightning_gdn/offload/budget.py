@@ -64,7 +64,7 @@ class Finding:
 
 CONTENTION = 0.02
 """How much longer compute takes beside a copy: both use the device's memory. On an H200 what steps cost beyond stalls and host time was
-between nothing and 0.04 of the time of their copies."""
+between -0.01 and 0.04 of the time of their copies."""
 SMALLEST, SMALLEST_BY_HOST = 0.01, 0.05
 """Smaller shares are 0. Where the host decides, sooner: hooks and contexts around the blocks cost it the same whatever the share."""
 LONGEST = 31
@@ -112,7 +112,7 @@ class AutoFraction:
         self._ignored, self._length = skip, measure
         self._window: list[StepStatistics] = []
         self._before: tuple[float, float] | None = None
-        """A larger share, and what of the compute it lost."""
+        """A larger share, and what of the step it lost."""
         self._copies_alone = 1.0
         self._finding: Finding | None = None
 

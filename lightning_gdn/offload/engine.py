@@ -95,9 +95,8 @@ class Engine:
         if self.auto is not None:
             before, self.fraction = self.fraction, self.auto.observe(statistics)
             self.at_rest = self.auto.settled and self.fraction == 0
-            if self.fraction < 0.9 * before or (
-                self.at_rest and self.pool.held
-            ):  # pinning anew takes time: for the large step down when it settles, not for small ones
+            # Pinning anew takes time: for the large step down when it settles, not for small ones. At rest buffers may come back late.
+            if self.fraction < 0.9 * before or (self.at_rest and self.pool.held):
                 self.close()  # the smaller share pins what it needs, once; what the larger one needed is the machine's again
         return statistics
 

@@ -208,7 +208,7 @@ class Recorder:
                 self._fold_at = FOLD_SPANS + len(self._spans)
 
     def host(self, way: str, spent_ns: int) -> None:
-        """Host time that offload took on its way `out` or `in`, hidden or not."""
+        """Host time that offload took on its way `out` or `in`, hidden or not. The engine's lock may be missing: a lost microsecond is no matter."""
         self._host_ns[way] += spent_ns
 
     def before_work(self, number: int, stream: Stream) -> tuple[Event | None, int]:
