@@ -236,18 +236,20 @@ class Region:
                 "(torch.func.functional_call), or a forward hook of its modules came or went; the region cannot be replayed."
             )
             raise RuntimeError(f"{_EDITED} (lightning_gdn tape). {hint}")
-        inputs = []
-        for arg, requires in zip(args, self.grads, strict=True):
-            if type(arg) is Slot:
-                value = arg.resolve().detach()
-                inputs.append(value.requires_grad_() if requires else value)
-            else:
-                inputs.append(arg)
+        inputs = [arg.resolve().detach() if type(arg) is Slot else arg for arg in args]
         if self.probe is not None:
             self.probe.replayed(fn.name)
-        # Where no handle points inside and every module is a known one, which outputs come out is all there is to check.
-        watched = bool(self.inside_need) or self.rng is not None
-        result = self._in_forward_state(self._watched if watched else self._plain, inputs)
+        again = fn.again(self.owner, *inputs) if fn.again is not None and self.rng is None else None
+        if again is not None:
+            result, saved = again
+            self._take(saved)
+        else:
+            for value, arg, requires in zip(inputs, args, self.grads, strict=True):
+                if requires and type(arg) is Slot:
+                    value.requires_grad_()
+            # Where no handle points inside and every module is a known one, which outputs come out is all there is to check.
+            watched = bool(self.inside_need) or self.rng is not None
+            result = self._in_forward_state(self._watched if watched else self._plain, inputs)
         if self.probe is not None:
             self.probe.replay_ended(fn.name)
         outs = result if isinstance(result, tuple) else (result,)
@@ -258,8 +260,16 @@ class Region:
                 raise _replay_mismatch(fn.name, f"output {index} is {_meta(out)}, in the forward it was {self.made[index]}")
         self.outs, self.out_left = found, dict(self.out_need)
 
+    def _take(self, saved: list[Tensor | None]) -> None:
+        """What a replay without autograd saved: the comparison of `_watched`."""
+        if self.expect:
+            got = [None if tensor is None else (tensor.shape, tensor.dtype) for tensor in saved]
+            if got != self.expect:
+                raise _replay_mismatch(self.fn.name, _first_difference(self.expect, got))
+        self.saved: dict[int, Tensor] = {position: tensor for position in self.inside_need if (tensor := saved[position]) is not None}
+
     def _plain(self, inputs: list[Any]) -> Any:
-        self.saved: dict[int, Tensor] = {}
+        self.saved = {}
         return self.fn.call(self.owner, *inputs)
 
     def _watched(self, inputs: list[Any]) -> Any:

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from .adapters.base import Adapter
 from .ledger import Ledger
-from .moving import Engines, Mover, Moving
-from .offload.handles import Block
+from .moving import Engines, Mover, Moving, Owned
+from .offload.handles import Block, Nothing
 from .plan import BlockPlan
 from .regions import Mode
 from .tape import Carry, Tape, active_tape
@@ -145,6 +145,16 @@ def _weights_of(module: nn.Module) -> tuple[tuple[bool, torch.dtype], ...]:
     return tuple((weight.requires_grad, weight.dtype) for weight in module.parameters())
 
 
+class _Known:
+    """What a block has learned of calls in one state."""
+
+    __slots__ = ("watch", "calls", "nothing")
+
+    def __init__(self, watch: frozenset[str]) -> None:
+        self.watch, self.calls = watch, 0  # the regions whose saved tensors matter, and the calls that this has served
+        self.nothing: Nothing | None = None  # of the last call whose offers were seen, if nothing of it moved
+
+
 class PartTakeover(Takeover):
     """Mixer or MLP of a taken-over block: runs region by region if its block's tape is open, else as the class does."""
 
@@ -167,9 +177,16 @@ class BlockTakeover(Takeover):
         self._continues, self._carry = continues, plan.carry  # whether the block before hands its output on, whether this one does
         self._moving = Moving.of(plan.moves, session.engines.config) if session.engines is not None else None
         self._weights: set[tuple[tuple[int, ...], torch.dtype]] | None = None
-        self._watch: dict[tuple[Any, ...], tuple[frozenset[str], int]] = {}  # state -> see `Mover`, and in how many calls it has served
+        self._owned: Owned | None = None  # made anew with what is learned
+        self._known: dict[tuple[Any, ...], _Known] = {}  # by state
         self._counted: tuple[Any, ...] | None = None  # the state of the call that the ledger counted
         self._counted_weights: tuple[tuple[bool, torch.dtype], ...] | None = None
+
+    def _rebound(self, module: nn.Module) -> Takeover:
+        clone = super()._rebound(module)
+        assert isinstance(clone, BlockTakeover)
+        clone._owned, clone._known = None, {}
+        return clone
 
     @_runs_eagerly
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -205,33 +222,42 @@ class BlockTakeover(Takeover):
         handed_on: Carry | None = x.__dict__.pop(_CARRY, None) if self._continues else None
         if probe is not None:
             session.ledger.kernels.update(self._adapter.kernels(module, x.device, session.kernels))
-        mover, state = None, (x.shape, x.dtype, module.training, x.requires_grad)
+        mover, known, state = None, None, (x.shape, x.dtype, module.training, x.requires_grad)
         if moving is not None and block is not None:
-            state = self._state(x, args, kwargs)
-            mover = Mover(moving, block, module, (args, kwargs), x, self._casts(module, x.device), self._watched(state))
+            owned = self._owned = self._owned or Owned(module)
+            state = self._state(owned, module, x, args, kwargs)
+            known = self._recall(state)
+            if known is None or known.nothing is None or probe is not None or not block.repeats(known.nothing):
+                watch = known.watch if known is not None else None
+                mover = Mover(moving, block, owned, (args, kwargs), x, self._casts(module, x.device), watch)
         if probe is not None:
             self._counted, self._counted_weights = state, _weights_of(module)
         elif self._counted is None or state != self._counted[: len(state)]:
             session.alike = False
+        if mover is None and probe is None and not self._modes:  # it would move nothing
+            return self._as_it_is(module, x.device, args, kwargs)
         with Tape(self._modes, x.device, probe, handed_on, session.kernels, mover) as tape:
             out = self._run(module, tape, *args, **kwargs)
             carry = tape.carry(out) if self._carry else None
             if mover is not None:
                 mover.returns(out)
-        if mover is not None and mover.learned is not None:
-            self._watch[state] = mover.learned, 0
+        if mover is not None and block is not None:
+            if mover.learned is not None:
+                known = self._known[state] = _Known(mover.learned)
+            if known is not None:
+                known.nothing = block.nothing
         if carry is not None:
             setattr(out, _CARRY, carry)
         if probe is not None and session.ledger.complete:
             session.complete()
         return out
 
-    def _state(self, x: Tensor, args: Any, kwargs: Any) -> tuple[Any, ...]:
+    def _state(self, owned: Owned, module: nn.Module, x: Tensor, args: Any, kwargs: Any) -> tuple[Any, ...]:
         """What decides which tensors a call of this block saves, as far as it is cheap to see."""
-        module, kind = self.module, x.device.type
+        kind = x.device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         given = tuple(isinstance(arg, Tensor) for arg in args), tuple(name for name, value in kwargs.items() if value is not None)
-        return x.shape, x.dtype, module.training, x.requires_grad, autocast, _weights_of(module), given
+        return x.shape, x.dtype, module.training, x.requires_grad, autocast, owned.weights(), given
 
     def same_weights(self) -> bool:
         """Whether the weights that train, and their dtypes, are those of the call that the ledger counted. Where nothing moves no call looks at
@@ -239,16 +265,17 @@ class BlockTakeover(Takeover):
         module = self._module()
         return module is None or self._counted_weights is None or self._counted_weights == _weights_of(module)
 
-    def _watched(self, state: tuple[Any, ...]) -> frozenset[str] | None:
-        """The regions whose saved tensors matter in this state. None: to be learned from a call whose hooks see all of them, as in a state that
-        is new, and now and then in every one. An alias that is overlooked in between costs memory, no correctness."""
-        watch, calls = self._watch.get(state, (None, 0))
-        if watch is None or calls >= RELEARN:
-            if len(self._watch) >= STATES:
-                self._watch.clear()
+    def _recall(self, state: tuple[Any, ...]) -> _Known | None:
+        """What this block knows of the state. None: to be learned from a call whose hooks see every region, as in a state that is new, and now
+        and then in every one. An alias that is overlooked in between costs memory, no correctness."""
+        known = self._known.get(state)
+        if known is None or known.calls >= RELEARN:
+            if len(self._known) >= STATES:
+                self._known.clear()
+            self._owned = None
             return None
-        self._watch[state] = watch, calls + 1
-        return watch
+        known.calls += 1
+        return known
 
     def _casts(self, module: nn.Module, device: torch.device) -> set[tuple[tuple[int, ...], torch.dtype]] | None:
         """Shapes and dtypes of weights, where autocast may copy them."""

@@ -139,6 +139,15 @@ def _norm_out(mixer: Any, family: Family, kernels: str, o: Tensor, z: Tensor) ->
     return x.reshape(batch, tokens, -1)
 
 
+def _norm_out_again(mixer: Any, family: Family, kernels: str, o: Tensor, z: Tensor) -> tuple[Tensor, list[Tensor | None]] | None:
+    """See `RegionFn.again`."""
+    if not (use_fused(kernels, o.device) and isinstance(mixer.norm, family.plain_norm)):
+        return None
+    batch, tokens, width = *o.shape[:2], mixer.head_v_dim
+    found = fused.gated_rms_norm_again(o.reshape(-1, width), z.reshape(-1, width), mixer.norm.weight, mixer.norm.variance_epsilon)
+    return None if found is None else (found[0].reshape(batch, tokens, -1), found[1])
+
+
 def _out_proj(mixer: Any, x: Tensor) -> Tensor:
     return mixer.out_proj(x)
 
@@ -240,7 +249,7 @@ def _make_regions(family: Family, in_proj: Callable[..., Any], in_proj_modules: 
         prep=region("prep", _prep),
         gates=region("gates", _gates, params=("A_log", "dt_bias")),
         delta_rule=region("delta_rule", _delta_rule),
-        norm_out=region("norm_out", _norm_out, "norm"),
+        norm_out=region("norm_out", _norm_out, "norm", again=_norm_out_again),
         out_proj=region("out_proj", _out_proj, "out_proj"),
         qkv=region("qkv", _qkv, "q_proj", "k_proj", "v_proj", "q_norm", "k_norm"),
         core_attn=region("core_attn", _core_attn, draws=_attention_draws),

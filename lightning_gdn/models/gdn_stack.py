@@ -172,6 +172,15 @@ def norm_out(mixer: GDNMixer, o: Tensor, z: Tensor) -> Tensor:
     return operations(o.device).gated_rms_norm(o.reshape(-1, width), z.reshape(-1, width), mixer.norm_weight, mixer.eps).reshape(z.shape)
 
 
+def norm_out_again(mixer: GDNMixer, o: Tensor, z: Tensor) -> tuple[Tensor, list[Tensor | None]] | None:
+    """See `RegionFn.again`."""
+    if o.device.type == "cpu":
+        return None
+    width = mixer.head_v_dim
+    found = fused.gated_rms_norm_again(o.reshape(-1, width), z.reshape(-1, width), mixer.norm_weight, mixer.eps)
+    return None if found is None else (found[0].reshape(z.shape), found[1])
+
+
 def out_proj(mixer: GDNMixer, x: Tensor) -> Tensor:
     """[B, T, V] -> [B, T, H]."""
     return mixer.out_proj(x)

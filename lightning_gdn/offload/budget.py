@@ -15,26 +15,66 @@ __all__ = ["AutoFraction", "Budget", "Finding"]
 
 
 class Budget:
-    """Decides, storage by storage, what moves: never more than `fraction` of the bytes offered so far, so the share spreads over the blocks.
+    """Decides what moves, storage by storage: never more than `fraction` of the bytes offered so far, so the share spreads over the forward.
+
+    Where the share is a half or less, block by block (`enter`): one takes all that its block offers, with room for its copies in those
+    after it, and several take nothing, so that nothing of offload has to run in them. What fills no whole block any more moves storage by storage.
 
     It starts anew with every forward pass and depends on nothing but the sizes offered: the same shapes give the same choice, from the first
     step on, and 0 never moves anything.
     """
 
-    __slots__ = ("offered", "moved", "_share")
+    __slots__ = ("offered", "moved", "_share", "_usual", "_entered", "_room")
 
     def __init__(self, fraction: float) -> None:
         self._share = Fraction(fraction).limit_denominator(1_000_000)  # exact: a third of three equal storages is one of them
         self.offered = 0
         self.moved = 0
+        self._usual = 0  # what the last block that offered something offered, bytes
+        self._entered = 0  # `offered` when this block was entered
+        self._room: int | None = None  # what this block may take if it is taken as a whole, 0 if it is left out; None: storage by storage
+
+    @property
+    def blocks_per_copy(self) -> int:
+        """The blocks in which the copies of one that moves as a whole have the bus for themselves."""
+        return self._share.denominator // self._share.numerator if self._by_block else 1
+
+    @property
+    def _by_block(self) -> bool:
+        return 0 < 2 * self._share.numerator <= self._share.denominator
+
+    def enter(self, remaining: int) -> tuple[int, ...]:
+        """A block begins; `remaining` blocks are left in the pass, this one included (some may offer nothing).
+
+        Returns:
+            What the choice in this block depends on, beside what it offers. Two equal ones: the same offers get the same answers.
+        """
+        size = self.offered - self._entered
+        self._usual, self._entered, self._room = size or self._usual, self.offered, None
+        if self._by_block and self._usual:
+            if self._within(self.moved + self._usual, self.offered + self._usual):
+                self._room = self._usual
+            elif self._within(self.moved + self._usual, self.offered + self._usual * remaining):
+                self._room = 0  # a later one is taken
+        return self.offered, self.moved, self._usual, -1 if self._room is None else self._room
+
+    def _within(self, moved: int, offered: int) -> bool:
+        return moved * self._share.denominator <= offered * self._share.numerator
 
     def admit(self, nbytes: int) -> bool:
         """Whether a storage of this size moves. Every eligible storage must be offered once, whatever the answer."""
         self.offered += nbytes
-        fits = (self.moved + nbytes) * self._share.denominator <= self.offered * self._share.numerator
+        if self._room == 0:
+            return False
+        offered = self.offered if self._room is None else max(self.offered, self._entered + self._room)
+        fits = self._within(self.moved + nbytes, offered)
         if fits:
             self.moved += nbytes
         return fits
+
+    def leave_out(self, nbytes: int) -> None:
+        """As `admit` of storages that it would refuse."""
+        self.offered += nbytes
 
 
 @dataclass(frozen=True, kw_only=True)

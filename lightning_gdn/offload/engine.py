@@ -21,7 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ..offload_config import OffloadConfig
 from .budget import AutoFraction
 from .copies import CopyBackend, Stream, storage_of
-from .handles import Block, HostCopy, Pass
+from .handles import Block, HostCopy, Nothing, Pass
 from .pool import Pool
 from .statistics import Recorder, StepStatistics, TimelineEntry
 from .transfers import Copy, Transfers
@@ -141,7 +141,8 @@ class Engine:
                 forward.shelves.append((block.index, block._shelf))
                 forward.outgoing.append((block.index, block._moving))
             block._moving = []
-            self._release(forward, block.index + 1 if last or failed else block.index - self.config.release_blocks + 1)
+            held = self.config.release_blocks * forward.budget.blocks_per_copy
+            self._release(forward, block.index + 1 if last or failed else block.index - held + 1)
             if last and not failed:
                 self._recorder.span("forward", forward.started, self._recorder.mark(self._backend.current()), forward.eligible)
             self._recorder.host("out", time.perf_counter_ns() - since)
@@ -196,7 +197,7 @@ class Engine:
         """The ticket of one offer; a new one is in `moving` as well."""
         storage = storage_of(source, self._backend.device)
         if storage is None:
-            self._recorder.skip("ineligible", source.numel() * source.element_size() if source.layout is torch.strided else 0)
+            self._skip(block, "ineligible", source.numel() * source.element_size() if source.layout is torch.strided else 0)
             return None
         seen = block._seen.get(storage._cdata)
         if seen is not None:
@@ -214,21 +215,37 @@ class Engine:
         return ticket
 
     def _admit(self, block: Block, nbytes: int) -> bool:
-        recorder, forward = self._recorder, block._pass
-        resident = block.index >= block._count - self.config.resident_last_blocks
+        counts = block._counts
         if nbytes < self.config.min_bytes:
-            recorder.skip("min_bytes", nbytes)
-            if not resident:
-                recorder.largest_small = max(recorder.largest_small, nbytes)
-        elif resident:
-            recorder.skip("resident", nbytes)
+            self._skip(block, "min_bytes", nbytes)
+            if not block._resident:
+                counts.largest_small = max(counts.largest_small, nbytes)
+                self._recorder.largest_small = max(self._recorder.largest_small, nbytes)
+        elif block._resident:
+            self._skip(block, "resident", nbytes)
         else:
-            recorder.add("eligible_bytes", nbytes)
-            forward.eligible += nbytes
-            if forward.budget.admit(nbytes):
+            counts.eligible += nbytes
+            self._recorder.add("eligible_bytes", nbytes)
+            block._pass.eligible += nbytes
+            if block._pass.budget.admit(nbytes):
+                block._admitted = True
                 return True
-            recorder.skip("budget", nbytes)
+            self._skip(block, "budget", nbytes)
         return False
+
+    def _skip(self, block: Block, reason: str, nbytes: int) -> None:
+        self._recorder.skip(reason, nbytes)
+        block._counts.skipped[reason] = block._counts.skipped.get(reason, 0) + nbytes
+
+    def _repeat(self, block: Block, before: Nothing) -> None:
+        """Count what that call counted, which moved nothing."""
+        counts, recorder = before.counts, self._recorder
+        recorder.add("eligible_bytes", counts.eligible)
+        block._pass.eligible += counts.eligible
+        block._pass.budget.leave_out(counts.eligible)
+        recorder.largest_small = max(recorder.largest_small, counts.largest_small)
+        for reason, nbytes in counts.skipped.items():
+            recorder.skip(reason, nbytes)
 
     def _take(self, block: Block, source: Tensor, storage: torch.UntypedStorage, handles: int) -> HostCopy | None:
         copy = self._transfers.take(source, storage, handles)

@@ -6,6 +6,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,7 +20,7 @@ from .transfers import Copy
 if TYPE_CHECKING:
     from .engine import Engine
 
-__all__ = ["Block", "HostCopy", "Pass"]
+__all__ = ["Block", "HostCopy", "Nothing", "Pass"]
 
 
 class HostCopy:
@@ -62,9 +63,10 @@ class HostCopy:
 class Pass:
     """One forward pass: what it moved, block by block."""
 
-    __slots__ = ("number", "shelves", "outgoing", "budget", "last", "task", "reached", "started", "turned", "eligible")
+    __slots__ = ("number", "shelves", "outgoing", "budget", "last", "task", "reached", "started", "turned", "eligible", "fraction")
 
     def __init__(self, number: int, fraction: float) -> None:
+        self.fraction = fraction
         self.number, self.budget, self.last, self.eligible = number, Budget(fraction), -1, 0
         self.shelves: list[tuple[int, list[weakref.ref[HostCopy]]]] = []
         self.outgoing: deque[tuple[int, list[Copy]]] = deque()  # blocks whose sources are still held
@@ -73,13 +75,34 @@ class Pass:
         self.turned: Event | None = None
 
 
+BY_SIZE = {"budget", "min_bytes", "resident"}
+"""Reasons to stay that depend on sizes and on the place in the pass alone."""
+
+
+@dataclass(slots=True)
+class _Counts:
+    """Bytes of one call of a block that stayed on the device."""
+
+    eligible: int = 0
+    largest_small: int = 0
+    skipped: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Nothing:
+    """A call of a block in which nothing moved: what that depended on beside its offers, and what it counted."""
+
+    key: tuple[float, ...]
+    counts: _Counts
+
+
 class Block:
     """One call of one block in forward; a context manager around it. It holds no tensor, so a graph may hold it.
 
     Entering it raises `RuntimeError` while the current stream is being captured into a CUDA graph.
     """
 
-    __slots__ = ("index", "_count", "_engine", "_pass", "_shelf", "_moving", "_seen", "_since", "_work")
+    __slots__ = ("index", "_count", "_engine", "_pass", "_shelf", "_moving", "_seen", "_since", "_work", "_resident", "_key", "_counts", "_admitted")
 
     def __init__(self, engine: Engine, forward: Pass, index: int, count: int, since: int) -> None:
         self.index, self._count, self._engine, self._pass = index, count, engine, forward
@@ -88,6 +111,10 @@ class Block:
         self._seen: dict[int, tuple[StorageWeakRef, weakref.ref[HostCopy] | None]] = {}
         self._since = since  # when the engine was asked for it
         self._work: tuple[Event | None, int] | None = None
+        self._resident = index >= count - engine.config.resident_last_blocks
+        self._key = (forward.fraction, float(self._resident), *forward.budget.enter(count - index))
+        self._counts = _Counts()
+        self._admitted = False  # something moved, or would have if the pool had not been full
 
     def __enter__(self) -> Block:
         self._engine._enter(self)
@@ -119,7 +146,21 @@ class Block:
     def skip(self, reason: str, nbytes: int) -> None:
         """Count a storage that the caller does not offer, so that the step's statistics say why."""
         with self._engine._lock:
-            self._engine._recorder.skip(reason, nbytes)
+            self._engine._skip(self, reason, nbytes)
+
+    @property
+    def nothing(self) -> Nothing | None:
+        """After everything was offered: if nothing moved and only sizes decided that, what `repeats` needs to know in a later pass."""
+        skipped = self._counts.skipped
+        return Nothing(self._key, self._counts) if skipped and not self._admitted and skipped.keys() <= BY_SIZE else None
+
+    def repeats(self, before: Nothing) -> bool:
+        """Whether this call, if it offers what that one did, moves nothing either. Then it counts as that one did: offer nothing."""
+        if before.key != self._key:
+            return False
+        with self._engine._lock:
+            self._engine._repeat(self, before)
+        return True
 
     def prepared(self) -> None:
         """All host time since this context was asked for was offload's."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_gdn import apply_plan
 from lightning_gdn.kernels import fused, torch_ops
@@ -134,3 +134,26 @@ def test_one_device_run_makes_no_buckets() -> None:
         trainer.fit(TinyModule(), loader())
         peaks.append(torch.cuda.max_memory_allocated())
     assert abs(peaks[1] - peaks[2]) <= 2**20
+
+
+def test_gated_norm_again_is_the_gated_norm() -> None:
+    """A replay without autograd: the same bits, saved in the order of autograd's hooks; this version of FLA takes the arguments that are known."""
+    torch.manual_seed(0)
+    x, weight = torch.randn(300, 128, device="cuda", dtype=torch.bfloat16), torch.randn(128, device="cuda", dtype=torch.bfloat16)
+    gate = torch.randn(300, 2 * 128, device="cuda", dtype=torch.bfloat16)[:, :128]  # strided: FLA saves a copy of it
+    weight = nn.Parameter(weight)
+    saved: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        want = fused.gated_rms_norm(x.requires_grad_(), gate.requires_grad_(), weight, 1e-6)
+    found = fused.gated_rms_norm_again(x.detach(), gate.detach(), weight, 1e-6)
+    assert found is not None
+    assert torch.equal(found[0], want)
+    assert not found[0].requires_grad
+    assert [tensor is None for tensor in found[1]] == [tensor is weight for tensor in saved]
+    assert all(torch.equal(again, first) for again, first in zip(found[1], saved, strict=True) if again is not None)
+    assert len(saved) == 4

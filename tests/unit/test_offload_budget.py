@@ -34,6 +34,72 @@ def test_equal_storages_are_spread_evenly_and_exactly() -> None:
         assert [budget.admit(1 << 20) for _ in range(40)] == [(i + 1) % period == 0 for i in range(40)]
 
 
+def blocks_of(seed: int) -> list[list[int]]:
+    """Sizes of a pass: blocks alike, in fours, or each of its own."""
+    rng = random.Random(seed)
+    alike = [rng.randint(1, 1000) for _ in range(rng.randint(1, 9))]
+    count, kind = rng.randint(2, 60), rng.randrange(3)
+    if kind == 0:
+        return [alike for _ in range(count)]
+    if kind == 1:
+        return [[] if index % 4 == 3 else alike for index in range(count)]
+    return [[rng.randint(1, 1000) for _ in range(rng.randint(0, 9))] for _ in range(count)]
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.01, 0.05, 0.1, 0.3, 1 / 3, 0.5, 0.51, 0.9, 1.0])
+def test_block_by_block_never_more_than_the_share_and_no_block_less_than_it(fraction: float) -> None:
+    for seed in range(200):
+        blocks, budget = blocks_of(seed), Budget(fraction)
+        for index, sizes in enumerate(blocks):
+            budget.enter(len(blocks) - index)
+            for size in sizes:
+                budget.admit(size)
+            assert budget.moved <= fraction * budget.offered * (1 + 1e-6), "at the end of every block"
+        total, largest = sum(map(sum, blocks)), max([sum(sizes) for sizes in blocks])
+        assert budget.offered == total
+        assert fraction or not budget.moved
+        if fraction == 1:
+            assert budget.moved == total
+        if all(sizes == blocks[0] for sizes in blocks):
+            biggest = max(blocks[0], default=0)
+            assert budget.moved > fraction * total - 2 * biggest - 1e-6, "what fills no whole block moves storage by storage"
+        assert budget.moved >= fraction * total - 2 * largest - 1e-6
+
+
+@pytest.mark.parametrize(("share", "with_some", "whole"), [(0.5, 11, 9), (1 / 3, 8, 6), (0.25, 8, 4), (0.1, 2, 2), (0.02, 3, 0)])
+def test_a_small_share_leaves_most_blocks_alone(share: float, with_some: int, whole: int) -> None:
+    """Of 20 equal blocks: so many have something that moves, and so many all that they have."""
+    budget, moved = Budget(share), []
+    for index in range(20):
+        budget.enter(20 - index)
+        moved.append(sum(budget.admit(100) for _ in range(9)))
+    assert (len([n for n in moved if n]), moved.count(9)) == (with_some, whole), moved
+    assert sum(moved) == int(180 * share + 1e-9)
+
+
+def test_above_one_half_it_spreads_over_the_blocks() -> None:
+    budget = Budget(0.6)
+    assert budget.blocks_per_copy == 1
+    for index in range(20):
+        budget.enter(20 - index)
+        assert sum(budget.admit(100) for _ in range(10)) == 6
+
+
+def test_what_the_choice_depends_on_is_told() -> None:
+    """Two blocks with the same answer of `enter` answer the same offers in the same way, wherever they are."""
+    for share in (0.1, 0.3, 0.5, 0.8):
+        known: dict[tuple[Any, ...], list[bool]] = {}
+        met = 0
+        for seed in range(300):
+            blocks, budget = blocks_of(seed % 40), Budget(share)
+            for index, sizes in enumerate(blocks):
+                key = (*budget.enter(len(blocks) - index), *sizes)
+                answers = [budget.admit(size) for size in sizes]
+                met += key in known
+                assert known.setdefault(key, answers) == answers
+        assert met > 1000
+
+
 def sample(
     *,
     rate_out: float = 50.0,

@@ -237,3 +237,64 @@ def test_the_first_hook_of_a_process_counts_too() -> None:
         owner.linear._forward_hooks.update(hooks)
         seen.add(fn.versions(owner))
     assert len(seen) == 5
+
+
+class Scaled(torch.autograd.Function):
+    """Saves its input, an internal tensor and a weight, as a kernel's autograd function does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        inner = x.sigmoid()
+        ctx.save_for_backward(x, inner, weight)
+        return inner * weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        _, inner, weight = ctx.saved_tensors
+        return grad * weight * inner * (1 - inner), (grad * inner).sum()
+
+
+@pytest.mark.parametrize("where", ["right", "not for these arguments", "one tensor less", "another shape", "another result", "dropout in the region"])
+def test_a_replay_without_autograd(where: str) -> None:
+    """It takes the place of the call where it can, and is held to what the forward did; where the region draws random numbers `call` replays."""
+    ran: list[str] = []
+
+    def call(owner: nn.Module, x: Tensor) -> Tensor:
+        ran.append("call")
+        return Scaled.apply(x, owner.weight)
+
+    def again(owner: nn.Module, x: Tensor) -> tuple[Tensor, list[Tensor | None]] | None:
+        ran.append("again")
+        assert not x.requires_grad
+        if where == "not for these arguments":
+            return None
+        inner = x.sigmoid()
+        if where == "one tensor less":
+            return inner * owner.weight, [inner, None]
+        result = (inner * owner.weight)[:1] if where == "another result" else inner * owner.weight
+        return result, [x, inner[:1] if where == "another shape" else inner, None]
+
+    def step(**modes: Mode) -> tuple[Tensor, Tensor]:
+        torch.manual_seed(0)
+        owner = nn.Module()
+        owner.weight = nn.Parameter(torch.rand(()))
+        owner.dropout = nn.Dropout(0.0)
+        x = torch.rand(32, 32, requires_grad=True)
+        modules = ("dropout",) if where == "dropout in the region" else ()
+        with Tape(modes, torch.device("cpu")) as tape:
+            y = tape.run(RegionFn(name="norm_out", call=call, params=("weight",), modules=modules, again=again), owner, x)
+            out = tape.run(RegionFn(name="out_proj", call=lambda owner, x: x * x), owner, y)
+        out.sum().backward()
+        assert x.grad is not None
+        assert owner.weight.grad is not None
+        return x.grad, owner.weight.grad
+
+    want = step()
+    ran.clear()
+    if where in ("one tensor less", "another shape", "another result"):
+        with pytest.raises(RuntimeError, match="region 'norm_out': the replay did not do what the forward did"):
+            step(norm_out=Mode.RECOMPUTE)
+        return
+    got = step(norm_out=Mode.RECOMPUTE)
+    assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
+    assert ran == {"right": ["call", "again"], "not for these arguments": ["call", "again", "call"]}.get(where, ["call", "call"])

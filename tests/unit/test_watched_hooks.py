@@ -60,7 +60,8 @@ class Watch:
         def finishing(mover: Mover, regions: Any) -> list[Moved]:
             moved = finish(mover, regions)
             self.call.learns.append(mover.watch is None)
-            self.call.moved.append([(each.region, each.ticket.nbytes, each.ticket._copy.handles) for each in moved])
+            if moved:  # a block that moved nothing for its sizes is not asked again
+                self.call.moved.append([(each.region, each.ticket.nbytes, each.ticket._copy.handles) for each in moved])
             self._moved += moved
             return moved
 

@@ -1,0 +1,190 @@
+"""Blocks in which nothing moves, since others have taken the share: nothing of offload runs in them, and every figure is as if it did."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_gdn import apply_plan
+from lightning_gdn.models import GDNStack
+from lightning_gdn.moving import Mover
+from lightning_gdn.offload import handles
+from tests.models import tiny_batch, tiny_qwen3_5
+from tests.parity.steps import moving, nothing_left
+
+LAYERS = 10
+LABELS = "offload:gdn_core_attn"
+
+
+def stack() -> nn.Module:
+    torch.manual_seed(0)
+    return GDNStack(num_layers=LAYERS, hidden_size=64, num_k_heads=2, num_v_heads=4, head_k_dim=16, head_v_dim=16)
+
+
+def loss_of(model: nn.Module, tokens: int = 33) -> Tensor:
+    x = torch.randn(2, tokens, 64, generator=torch.Generator().manual_seed(tokens)).requires_grad_()
+    loss: Tensor = model(x).square().mean()
+    return loss
+
+
+def figures(statistics: Any) -> dict[str, Any]:
+    """Every count of a step; what is pinned depends on the steps before."""
+    counts: dict[str, Any] = asdict(statistics.without_times())
+    return {name: value for name, value in counts.items() if not name.startswith("pinned")}
+
+
+class Looks:
+    """Blocks of which a `Mover` was made."""
+
+    def __init__(self) -> None:
+        self.blocks = 0
+
+    def take(self) -> int:
+        found, self.blocks = self.blocks, 0
+        return found
+
+
+@pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch) -> Looks:
+    found, init = Looks(), Mover.__init__
+
+    def counted(self: Mover, *args: Any, **kwargs: Any) -> None:
+        found.blocks += 1
+        init(self, *args, **kwargs)
+
+    monkeypatch.setattr(Mover, "__init__", counted)
+    return found
+
+
+def step(model: nn.Module, applied: Any, forward: Callable[[], Tensor]) -> tuple[list[Tensor], dict[str, Any]]:
+    model.zero_grad()
+    forward().backward()
+    statistics = applied.step_statistics()
+    nothing_left(applied)
+    return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None], figures(statistics)
+
+
+def equal(one: list[Tensor], other: list[Tensor]) -> bool:
+    return len(one) == len(other) > 0 and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize(("share", "looked_at"), [(0.3, 6), (0.5, 6), (0.11, 3), (0.02, LAYERS), (0.7, LAYERS), (1.0, LAYERS)], ids=str)
+@pytest.mark.parametrize("recompute", ["", "gdn_norm_out+"])
+def test_later_steps_look_only_where_something_moves(share: float, looked_at: int, recompute: str, looks: Looks) -> None:
+    model = stack()
+    loss_of(model).backward()
+    want = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+    seen = []
+    with apply_plan(model, moving(f"{recompute}{LABELS}@{share}", resident_last_blocks=0, min_bytes=0)) as applied:
+        steps = [(step(model, applied, lambda: loss_of(model)), seen.append(looks.take()))[0] for _ in range(4)]
+    for grads, counts in steps:
+        assert equal(grads, want)
+        assert counts == steps[0][1], "the share of a step is the same whether a block was asked or known"
+    assert steps[0][1]["bytes_out"] <= share * steps[0][1]["eligible_bytes"]
+    assert seen[0] == LAYERS
+    assert seen[1] == seen[2] == seen[3] <= looked_at
+
+
+@pytest.mark.parametrize("family", ["stack", "qwen3_5"])
+def test_lengths_that_come_and_go_count_as_they_do_alone(family: str, looks: Looks) -> None:
+    model = stack() if family == "stack" else tiny_qwen3_5()
+
+    def forward(tokens: int) -> Callable[[], Tensor]:
+        if family == "stack":
+            return lambda: loss_of(model, tokens)
+        return lambda: model(**tiny_batch(2, tokens)).loss
+
+    plan = moving(f"{LABELS}@0.4", resident_last_blocks=1, min_bytes=3000)
+    alone = {}
+    for tokens in (33, 65, 7):
+        with apply_plan(model, plan) as applied:
+            alone[tokens] = step(model, applied, forward(tokens))
+    looks.take()
+    with apply_plan(model, plan) as applied:
+        for tokens in (33, 65, 7, 33, 33, 7, 65, 65, 7, 33):
+            grads, counts = step(model, applied, forward(tokens))
+            assert equal(grads, alone[tokens][0])
+            assert counts == alone[tokens][1], tokens
+    assert looks.take() < 10 * len(list(model.modules()))
+
+
+def test_several_forwards_evaluation_and_one_that_raises(looks: Looks) -> None:
+    model = stack()
+    with apply_plan(model, moving(f"{LABELS}@0.3", resident_last_blocks=0, min_bytes=0)) as applied:
+        _, want = step(model, applied, lambda: loss_of(model))
+        looks.take()
+        for _ in range(2):
+            both = step(model, applied, lambda: loss_of(model) + loss_of(model))[1]
+            assert both["bytes_out"] == 2 * want["bytes_out"]
+            assert both["eligible_bytes"] == 2 * want["eligible_bytes"]
+        with torch.no_grad():
+            loss_of(model)
+
+        def raises(*_: Any) -> None:
+            raise KeyError("stop")
+
+        hook = model.layers[5].register_forward_pre_hook(raises)
+        with pytest.raises(KeyError):
+            loss_of(model)
+        hook.remove()
+        applied.step_statistics()
+        loss_of(model)  # abandoned
+        applied.step_statistics()
+        assert step(model, applied, lambda: loss_of(model))[1] == want
+
+
+def test_another_share_and_a_full_pool_are_asked_again(looks: Looks) -> None:
+    """What is known of a block holds for one share; where the pool was full, a later pass may find room."""
+    model = stack()
+    alone = {}
+    for share in (0.5, 0.3, 0.1):
+        with apply_plan(model, moving(f"{LABELS}@{share}", resident_last_blocks=0, min_bytes=0)) as applied:
+            alone[share] = step(model, applied, lambda: loss_of(model))[1]
+    with apply_plan(model, moving(f"{LABELS}@0.5", resident_last_blocks=0, min_bytes=0)) as applied:
+        (engine,) = (step(model, applied, lambda: loss_of(model)) and applied.engines).by_device.values()
+        for share in (0.5, 0.3, 0.1, 0.5, 0.1, 0.3):
+            engine.fraction = share
+            assert step(model, applied, lambda: loss_of(model))[1] | {"fraction": 0} == alone[share] | {"fraction": 0}
+        engine.fraction, cap = 1.0, engine.pool.cap
+        engine.close()
+        engine.pool.cap = 8192
+        for _ in range(3):
+            assert step(model, applied, lambda: loss_of(model))[1]["fallbacks"] > 0
+        engine.pool.cap = cap
+        full = step(model, applied, lambda: loss_of(model))[1]
+        assert full["fallbacks"] == 0
+        assert full["bytes_out"] == full["eligible_bytes"]
+
+
+def test_only_sizes_let_a_block_out(looks: Looks) -> None:
+    """A storage that stayed for another reason may move in a later pass: such a block is asked every time."""
+    assert {"budget", "min_bytes", "resident"} == handles.BY_SIZE
+    model = stack()
+    with apply_plan(model, moving("full+offload:block_input", resident_last_blocks=LAYERS - 2, min_bytes=0)) as applied:
+        for _ in range(3):
+            looks.take()
+            counts = step(model, applied, lambda: loss_of(model))[1]
+        assert set(counts["skipped"]) == {"held", "resident"}, "the first block's input is a leaf"
+        assert looks.take() == 2, "that block and the one that moves"
+
+
+def test_copies_of_a_model_learn_for_themselves(looks: Looks) -> None:
+    model = stack()
+    with apply_plan(model, moving(f"{LABELS}@0.3", resident_last_blocks=0, min_bytes=0)) as applied:
+        for _ in range(2):
+            want = step(model, applied, lambda: loss_of(model))
+        other = copy.deepcopy(model)
+        with torch.no_grad():
+            for parameter in other.parameters():
+                parameter.add_(1.0)
+        looks.take()
+        loss_of(other).backward()
+        assert looks.take() == LAYERS
+        applied.step_statistics()
+        assert step(model, applied, lambda: loss_of(model))[1] == want[1]
