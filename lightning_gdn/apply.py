@@ -334,9 +334,10 @@ def _checked(plan: Plan, report: ModelReport) -> Plan:
 
 def _install(report: ModelReport, plan: Plan, session: Session) -> list[Takeover]:
     takeovers: list[Takeover] = []
-    continues = False
+    continues, last = False, len(plan.blocks) - (plan.offload.resident_last_blocks if plan.offload is not None else 0)
     for index, (found, block) in enumerate(zip(report.blocks, plan.blocks, strict=True)):
-        takeovers.append(BlockTakeover(found.module, found.adapter, block, index, continues, session))
+        remaining = sum(bool(later.moves) for later in plan.blocks[index : max(index, last)])
+        takeovers.append(BlockTakeover(found.module, found.adapter, block, index, continues, session, remaining))
         continues = block.carry
         takeovers += [PartTakeover(module, run) for module, run in found.adapter.parts(found.module)]
     for takeover in takeovers:

@@ -35,7 +35,7 @@ from .offload_config import OffloadConfig
 from .regions import Moves
 from .replay import Region, Slot, storage_key
 
-__all__ = ["Engines", "Moved", "Mover", "Moving", "Owned"]
+__all__ = ["Engines", "Moved", "Mover", "Moving", "state_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,33 +70,29 @@ class Moved:
     """Of the storage on the device, to see whether it really went."""
 
 
-class Owned:
-    """The parameters and buffers of a block, without a walk through its modules in every call: modules that come later are not seen."""
+def state_of(module: nn.Module) -> tuple[Any, ...]:
+    """What of a block's modules and parameters decides which tensors autograd saves, as far as it is cheap to see: classes, modes, hooks, and
+    what trains, of which dtype and shape. (Not `parameters()`: its generators cost several times as much, and this runs in every call.)"""
+    found: list[Any] = [type(module), module.training, len(module._forward_hooks), len(module._forward_pre_hooks)]
+    for weight in module._parameters.values():
+        if weight is not None:
+            found.append((weight.requires_grad, weight.dtype, weight.shape))
+    for part in module._modules.values():
+        if part is not None:
+            found.append(state_of(part))
+    return tuple(found)
 
-    __slots__ = ("_with_parameters", "_with_buffers")
 
-    def __init__(self, module: nn.Module) -> None:
-        self._with_parameters = [weakref.ref(part) for part in module.modules() if part._parameters]
-        self._with_buffers = [weakref.ref(part) for part in module.modules() if part._buffers]
-
-    def weights(self) -> tuple[tuple[bool, torch.dtype], ...]:
-        """What of the parameters decides which tensors autograd saves."""
-        return tuple(
-            [
-                (weight.requires_grad, weight.dtype)
-                for reference in self._with_parameters
-                if (part := reference()) is not None
-                for weight in part._parameters.values()
-                if weight is not None
-            ]
-        )
-
-    def storages(self) -> set[int | None]:
-        """Identities of the storages of all of them."""
-        parts = [part for reference in (*self._with_parameters, *self._with_buffers) if (part := reference()) is not None]
-        return {
-            storage_key(tensor) for part in parts for found in (part._parameters, part._buffers) for tensor in found.values() if tensor is not None
-        }
+def _storages_of(module: nn.Module, found: set[int | None]) -> set[int | None]:
+    """Identities of the storages of all parameters and buffers, added to `found`."""
+    for tensors in (module._parameters, module._buffers):
+        for tensor in tensors.values():
+            if tensor is not None:
+                found.add(storage_key(tensor))
+    for part in module._modules.values():
+        if part is not None:
+            _storages_of(part, found)
+    return found
 
 
 class _Group:
@@ -117,7 +113,7 @@ class Mover:
     Args:
         moving: what moves.
         block: the engine's context of this call.
-        owned: the block's parameters and buffers.
+        module: the block.
         caller: what the block was called with; tensors in it belong to the caller.
         block_input: the block's first argument.
         weights: shape and dtype of the block's parameters where autocast may copy them, else nothing.
@@ -129,7 +125,7 @@ class Mover:
         "learned",
         "_moving",
         "_block",
-        "_owned",
+        "_module",
         "_held",
         "_weights",
         "_records",
@@ -144,7 +140,7 @@ class Mover:
         self,
         moving: Moving,
         block: Block,
-        owned: Owned,
+        module: nn.Module,
         caller: Iterable[Any],
         block_input: Tensor,
         weights: set[tuple[tuple[int, ...], torch.dtype]] | None,
@@ -154,7 +150,7 @@ class Mover:
         self.learned: frozenset[str] | None = None
         """After `finish`, where `watch` was None: the regions that saved something of a storage that a label names. None also where
         something of it was saved between regions (by a module's hook): only hooks around the whole block see that."""
-        self._moving, self._block, self._owned, self._weights = moving, block, owned, weights
+        self._moving, self._block, self._module, self._weights = moving, block, module, weights
         self._min_bytes, self._saved = moving.min_bytes, moving.saved
         self._held = {storage_key(tensor) for tensor in _tensors(caller)}
         if moving.inputs and not (block_input.requires_grad and block_input.grad_fn is None):  # a leaf is held by its own graph node
@@ -239,7 +235,7 @@ class Mover:
             assert tensor is not None
             storage = tensor.untyped_storage()
             if parameters is None and storage.nbytes() >= self._min_bytes:
-                parameters = self._owned.storages()
+                parameters = _storages_of(self._module, set())
             reason = self._reason_to_stay(key, group, parameters or set())
             if reason is not None:
                 self._block.skip(reason, storage.nbytes())
@@ -264,9 +260,8 @@ class Mover:
             return "weight_cast"
         if key in parameters:
             return "parameter"
-        for slot in group.slots:
-            if slot.tensor is not None and slot.tensor._version != slot.version:
-                return "edited"
+        if any(slot.tensor is not None and slot.tensor._version != slot.version for slot in group.slots):
+            return "edited"
         return None
 
 

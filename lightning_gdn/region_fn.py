@@ -29,8 +29,8 @@ class RegionFn:
     """Module classes known to draw no random numbers. Any other class makes the region snapshot the random state."""
     draws: Callable[[nn.Module], bool] | None = None
     """Further condition under which the region can draw random numbers (attention dropout)."""
-    again: Callable[..., tuple[Any, list[Tensor | None]] | None] | None = None
-    """A replay that needs no autograd: what `call` returns, and what autograd saves in it, in that order, None for a parameter. It launches the
+    again: Callable[..., tuple[Any, list[Tensor]] | None] | None = None
+    """A replay that needs no autograd: what `call` returns, and what autograd saves in it, in that order. It launches the
     kernels that `call` launches, and runs no module, nothing that autocast changes and nothing random. None: only `call` can do it."""
 
     def can_draw(self, owner: nn.Module) -> bool:

@@ -260,13 +260,13 @@ class Region:
                 raise _replay_mismatch(fn.name, f"output {index} is {_meta(out)}, in the forward it was {self.made[index]}")
         self.outs, self.out_left = found, dict(self.out_need)
 
-    def _take(self, saved: list[Tensor | None]) -> None:
+    def _take(self, saved: list[Tensor]) -> None:
         """What a replay without autograd saved: the comparison of `_watched`."""
         if self.expect:
-            got = [None if tensor is None else (tensor.shape, tensor.dtype) for tensor in saved]
+            got = [None if is_parameter(tensor) else _meta(tensor) for tensor in saved]
             if got != self.expect:
                 raise _replay_mismatch(self.fn.name, _first_difference(self.expect, got))
-        self.saved: dict[int, Tensor] = {position: tensor for position in self.inside_need if (tensor := saved[position]) is not None}
+        self.saved: dict[int, Tensor] = {position: saved[position] for position in self.inside_need}
 
     def _plain(self, inputs: list[Any]) -> Any:
         self.saved = {}

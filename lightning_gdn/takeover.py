@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from .adapters.base import Adapter
 from .ledger import Ledger
-from .moving import Engines, Mover, Moving, Owned
+from .moving import Engines, Mover, Moving, state_of
 from .offload.handles import Block, Nothing
 from .plan import BlockPlan
 from .regions import Mode
@@ -141,10 +141,6 @@ class Takeover:
         raise TypeError(f"{type(self).__name__} is abstract")
 
 
-def _weights_of(module: nn.Module) -> tuple[tuple[bool, torch.dtype], ...]:
-    return tuple((weight.requires_grad, weight.dtype) for weight in module.parameters())
-
-
 class _Known:
     """What a block has learned of calls in one state."""
 
@@ -169,23 +165,23 @@ class PartTakeover(Takeover):
 class BlockTakeover(Takeover):
     """A block: opens the tape around the adapter's forward."""
 
-    def __init__(self, module: nn.Module, adapter: Adapter, plan: BlockPlan, index: int, continues: bool, session: Session) -> None:
+    def __init__(self, module: nn.Module, adapter: Adapter, plan: BlockPlan, index: int, continues: bool, session: Session, remaining: int) -> None:
         super().__init__(module, adapter.block_forward)
         self.name, self.session = plan.name, session
         self._adapter, self._index = adapter, index
+        self._remaining = remaining  # blocks from this one on that may move something
         self._modes = {region: mode for region, mode in plan.modes if mode not in (Mode.KEEP, Mode.OFFLOAD)}
         self._continues, self._carry = continues, plan.carry  # whether the block before hands its output on, whether this one does
         self._moving = Moving.of(plan.moves, session.engines.config) if session.engines is not None else None
         self._weights: set[tuple[tuple[int, ...], torch.dtype]] | None = None
-        self._owned: Owned | None = None  # made anew with what is learned
         self._known: dict[tuple[Any, ...], _Known] = {}  # by state
         self._counted: tuple[Any, ...] | None = None  # the state of the call that the ledger counted
-        self._counted_weights: tuple[tuple[bool, torch.dtype], ...] | None = None
+        self._counted_weights: tuple[Any, ...] | None = None
 
     def _rebound(self, module: nn.Module) -> Takeover:
         clone = super()._rebound(module)
         assert isinstance(clone, BlockTakeover)
-        clone._owned, clone._known = None, {}
+        clone._known = {}
         return clone
 
     @_runs_eagerly
@@ -203,7 +199,7 @@ class BlockTakeover(Takeover):
             return self._with_grad(module, x, None, args, kwargs)
         if self._moving is not None and not self._may_run(module):
             return self._as_it_is(module, x.device, args, kwargs)
-        with engine.block(self._index, session.engines.count) as block:
+        with engine.block(self._index, session.engines.count, self._remaining) as block:
             out = self._with_grad(module, x, block, args, kwargs)
         if out.requires_grad:
             out.register_hook(block.backward)
@@ -224,14 +220,14 @@ class BlockTakeover(Takeover):
             session.ledger.kernels.update(self._adapter.kernels(module, x.device, session.kernels))
         mover, known, state = None, None, (x.shape, x.dtype, module.training, x.requires_grad)
         if moving is not None and block is not None:
-            owned = self._owned = self._owned or Owned(module)
-            state = self._state(owned, module, x, args, kwargs)
+            state = self._state(module, x, args, kwargs)
             known = self._recall(state)
-            if known is None or known.nothing is None or probe is not None or not block.repeats(known.nothing):
+            nothing = known.nothing if known is not None and probe is None else None
+            if nothing is None or not block.repeats(nothing):
                 watch = known.watch if known is not None else None
-                mover = Mover(moving, block, owned, (args, kwargs), x, self._casts(module, x.device), watch)
+                mover = Mover(moving, block, module, (args, kwargs), x, self._casts(module, x.device), watch)
         if probe is not None:
-            self._counted, self._counted_weights = state, _weights_of(module)
+            self._counted, self._counted_weights = state, state_of(module)
         elif self._counted is None or state != self._counted[: len(state)]:
             session.alike = False
         if mover is None and probe is None and not self._modes:  # it would move nothing
@@ -252,27 +248,27 @@ class BlockTakeover(Takeover):
             session.complete()
         return out
 
-    def _state(self, owned: Owned, module: nn.Module, x: Tensor, args: Any, kwargs: Any) -> tuple[Any, ...]:
+    def _state(self, module: nn.Module, x: Tensor, args: Any, kwargs: Any) -> tuple[Any, ...]:
         """What decides which tensors a call of this block saves, as far as it is cheap to see."""
         kind = x.device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         given = tuple(isinstance(arg, Tensor) for arg in args), tuple(name for name, value in kwargs.items() if value is not None)
-        return x.shape, x.dtype, module.training, x.requires_grad, autocast, owned.weights(), given
+        return x.shape, x.dtype, module.training, x.requires_grad, x.grad_fn is None, autocast, state_of(module), given
 
     def same_weights(self) -> bool:
         """Whether the weights that train, and their dtypes, are those of the call that the ledger counted. Where nothing moves no call looks at
         them, since that would cost each one a walk through the block."""
         module = self._module()
-        return module is None or self._counted_weights is None or self._counted_weights == _weights_of(module)
+        return module is None or self._counted_weights is None or self._counted_weights == state_of(module)
 
     def _recall(self, state: tuple[Any, ...]) -> _Known | None:
         """What this block knows of the state. None: to be learned from a call whose hooks see every region, as in a state that is new, and now
-        and then in every one. An alias that is overlooked in between costs memory, no correctness."""
+        and then in every one. What a state does not show (an attribute that a forward reads) may be overlooked in between: an alias costs memory
+        then, and a block that moves nothing counts what it did before. No gradient depends on it."""
         known = self._known.get(state)
         if known is None or known.calls >= RELEARN:
             if len(self._known) >= STATES:
                 self._known.clear()
-            self._owned = None
             return None
         known.calls += 1
         return known

@@ -139,7 +139,7 @@ def _norm_out(mixer: Any, family: Family, kernels: str, o: Tensor, z: Tensor) ->
     return x.reshape(batch, tokens, -1)
 
 
-def _norm_out_again(mixer: Any, family: Family, kernels: str, o: Tensor, z: Tensor) -> tuple[Tensor, list[Tensor | None]] | None:
+def _norm_out_again(mixer: Any, family: Family, kernels: str, o: Tensor, z: Tensor) -> tuple[Tensor, list[Tensor]] | None:
     """See `RegionFn.again`."""
     if not (use_fused(kernels, o.device) and isinstance(mixer.norm, family.plain_norm)):
         return None

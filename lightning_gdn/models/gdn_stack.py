@@ -172,7 +172,7 @@ def norm_out(mixer: GDNMixer, o: Tensor, z: Tensor) -> Tensor:
     return operations(o.device).gated_rms_norm(o.reshape(-1, width), z.reshape(-1, width), mixer.norm_weight, mixer.eps).reshape(z.shape)
 
 
-def norm_out_again(mixer: GDNMixer, o: Tensor, z: Tensor) -> tuple[Tensor, list[Tensor | None]] | None:
+def norm_out_again(mixer: GDNMixer, o: Tensor, z: Tensor) -> tuple[Tensor, list[Tensor]] | None:
     """See `RegionFn.again`."""
     if o.device.type == "cpu":
         return None

@@ -36,15 +36,15 @@ class Budget:
 
     @property
     def blocks_per_copy(self) -> int:
-        """The blocks in which the copies of one that moves as a whole have the bus for themselves."""
-        return self._share.denominator // self._share.numerator if self._by_block else 1
+        """The blocks in which this one's copies have the bus for themselves: several where it moves as a whole and those after it do not."""
+        return self._share.denominator // self._share.numerator if self._room else 1
 
     @property
     def _by_block(self) -> bool:
         return 0 < 2 * self._share.numerator <= self._share.denominator
 
     def enter(self, remaining: int) -> tuple[int, ...]:
-        """A block begins; `remaining` blocks are left in the pass, this one included (some may offer nothing).
+        """A block begins; `remaining` blocks of the pass may offer something that moves, this one included.
 
         Returns:
             What the choice in this block depends on, beside what it offers. Two equal ones: the same offers get the same answers.

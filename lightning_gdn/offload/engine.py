@@ -69,20 +69,21 @@ class Engine:
         self._ending: dict[int, list[weakref.ref[HostCopy]]] = {}  # backward -> tickets that may have a reload on the device
         self._passes = self._tickets = 0
 
-    def block(self, index: int, count: int) -> Block:
-        """Context of one call of block `index` of `count` in forward. A forward pass begins where the index does not rise."""
+    def block(self, index: int, count: int, remaining: int | None = None) -> Block:
+        """Context of one call of block `index` of `count` in forward; from it on `remaining` blocks may offer something that moves (None: all but
+        the resident ones). A forward pass begins where the index does not rise."""
         since = time.perf_counter_ns()
         with self._lock:
             self._collect()
             forward: Pass | None = getattr(self._threads, "forward", None)
             if forward is None or index <= forward.last:
                 if forward is not None:
-                    self._release(forward, forward.last + 1)  # it ended early
+                    self._release(forward, forward.last, all_of_them=True)  # it ended early
                 self._passes += 1
                 self._recorder.add("forwards")
                 forward = self._threads.forward = Pass(self._passes, self.fraction)
             forward.last = index
-            return Block(self, forward, index, count, since)
+            return Block(self, forward, index, count, remaining, since)
 
     def step_statistics(self) -> StepStatistics:
         """Snapshot of everything since the last call, and reset. Call it once per optimizer step, on every rank: with `fraction="auto"`
@@ -139,10 +140,11 @@ class Engine:
             block._seen.clear()
             if block._shelf:
                 forward.shelves.append((block.index, block._shelf))
-                forward.outgoing.append((block.index, block._moving))
+                forward.outgoing.append((block.index + self.config.release_blocks * forward.budget.blocks_per_copy, block._moving))
             block._moving = []
-            held = self.config.release_blocks * forward.budget.blocks_per_copy
-            self._release(forward, block.index + 1 if last or failed else block.index - held + 1)
+            if block._repeated is not None and not failed:
+                self._repeat(block, block._repeated)
+            self._release(forward, block.index, all_of_them=last or failed)
             if last and not failed:
                 self._recorder.span("forward", forward.started, self._recorder.mark(self._backend.current()), forward.eligible)
             self._recorder.host("out", time.perf_counter_ns() - since)
@@ -159,10 +161,10 @@ class Engine:
             with self._lock:
                 self._recorder.host("out", self._recorder.after_work("out", begun, self._backend.current()))
 
-    def _release(self, forward: Pass, before: int) -> None:
-        """Let the sources of all blocks below `before` go."""
+    def _release(self, forward: Pass, ended: int, *, all_of_them: bool = False) -> None:
+        """Block `ended` has: let the sources go that were held until then."""
         copies: list[Copy] = []
-        while forward.outgoing and forward.outgoing[0][0] < before:
+        while forward.outgoing and (all_of_them or forward.outgoing[0][0] <= ended):
             copies += forward.outgoing.popleft()[1]
         self._transfers.let_go(copies)
 

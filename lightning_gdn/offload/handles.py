@@ -69,14 +69,14 @@ class Pass:
         self.fraction = fraction
         self.number, self.budget, self.last, self.eligible = number, Budget(fraction), -1, 0
         self.shelves: list[tuple[int, list[weakref.ref[HostCopy]]]] = []
-        self.outgoing: deque[tuple[int, list[Copy]]] = deque()  # blocks whose sources are still held
+        self.outgoing: deque[tuple[int, list[Copy]]] = deque()  # sources that are still held, and the block that lets them go at its end
         self.task, self.reached = -2, -1  # the backward that prefetched last, and the block it had reached
         self.started: Event | None = None
         self.turned: Event | None = None
 
 
 BY_SIZE = {"budget", "min_bytes", "resident"}
-"""Reasons to stay that depend on sizes and on the place in the pass alone."""
+"""Reasons to stay that depend on sizes and on the place in the pass alone. (No region that moves has sizes that depend on the data.)"""
 
 
 @dataclass(slots=True)
@@ -102,17 +102,34 @@ class Block:
     Entering it raises `RuntimeError` while the current stream is being captured into a CUDA graph.
     """
 
-    __slots__ = ("index", "_count", "_engine", "_pass", "_shelf", "_moving", "_seen", "_since", "_work", "_resident", "_key", "_counts", "_admitted")
+    __slots__ = (
+        "index",
+        "_count",
+        "_engine",
+        "_pass",
+        "_shelf",
+        "_moving",
+        "_seen",
+        "_since",
+        "_work",
+        "_resident",
+        "_key",
+        "_counts",
+        "_admitted",
+        "_repeated",
+    )
 
-    def __init__(self, engine: Engine, forward: Pass, index: int, count: int, since: int) -> None:
+    def __init__(self, engine: Engine, forward: Pass, index: int, count: int, remaining: int | None, since: int) -> None:
         self.index, self._count, self._engine, self._pass = index, count, engine, forward
         self._shelf: list[weakref.ref[HostCopy]] = []
         self._moving: list[Copy] = []
         self._seen: dict[int, tuple[StorageWeakRef, weakref.ref[HostCopy] | None]] = {}
         self._since = since  # when the engine was asked for it
         self._work: tuple[Event | None, int] | None = None
-        self._resident = index >= count - engine.config.resident_last_blocks
-        self._key = (forward.fraction, float(self._resident), *forward.budget.enter(count - index))
+        last = count - engine.config.resident_last_blocks
+        self._resident = index >= last
+        self._key = (forward.fraction, float(self._resident), *forward.budget.enter(max(0, last - index) if remaining is None else remaining))
+        self._repeated: Nothing | None = None
         self._counts = _Counts()
         self._admitted = False  # something moved, or would have if the pool had not been full
 
@@ -155,11 +172,12 @@ class Block:
         return Nothing(self._key, self._counts) if skipped and not self._admitted and skipped.keys() <= BY_SIZE else None
 
     def repeats(self, before: Nothing) -> bool:
-        """Whether this call, if it offers what that one did, moves nothing either. Then it counts as that one did: offer nothing."""
+        """Whether this call, if it offers what that one did, moves nothing either. Then offer nothing: where the
+        block does not raise it counts as that one did."""
         if before.key != self._key:
             return False
-        with self._engine._lock:
-            self._engine._repeat(self, before)
+        self._repeated = before
+        self.prepared()
         return True
 
     def prepared(self) -> None:

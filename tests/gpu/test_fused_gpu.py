@@ -154,6 +154,7 @@ def test_gated_norm_again_is_the_gated_norm() -> None:
     assert found is not None
     assert torch.equal(found[0], want)
     assert not found[0].requires_grad
-    assert [tensor is None for tensor in found[1]] == [tensor is weight for tensor in saved]
-    assert all(torch.equal(again, first) for again, first in zip(found[1], saved, strict=True) if again is not None)
+    assert [tensor is weight for tensor in found[1]] == [tensor is weight for tensor in saved]
+    assert all(torch.equal(again, first) for again, first in zip(found[1], saved, strict=True))
+    assert fused.gated_rms_norm_again(x.detach(), gate.detach(), weight * 1, 1e-6) is None, "a weight that is made in the call"
     assert len(saved) == 4

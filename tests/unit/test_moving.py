@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from lightning_gdn.apply import FreesNothingWarning, apply_plan, instrument
 from lightning_gdn.labels import select
 from lightning_gdn.ledger import BlockProbe, Ledger
-from lightning_gdn.moving import Engines, Mover, Moving, Owned
+from lightning_gdn.moving import Engines, Mover, Moving
 from lightning_gdn.offload.engine import Engine
 from lightning_gdn.offload.simulated import SimulatedBackend
 from lightning_gdn.offload_config import OffloadConfig
@@ -89,7 +89,7 @@ class Bench:
         made = Moving.of(moves, self.config)
         assert made is not None
         with self.engine.block(0, 1) as block:
-            mover = Mover(made, block, Owned(self.owner), (x, *caller), x, weights)
+            mover = Mover(made, block, self.owner, (x, *caller), x, weights)
             with Tape(modes or {}, CPU, BlockProbe(self.ledger, "block", self.owner) if probe else None, mover=mover) as tape:
                 yield tape, mover
 
@@ -257,7 +257,7 @@ def test_an_edit_in_place_is_pytorchs_error_whenever_it_happens() -> None:
         with bench.engine.block(0, 4) as block:
             made = Moving.of([("act", Moves.SAVED)], bench.config)
             assert made is not None
-            with Tape({}, CPU, mover=Mover(made, block, Owned(bench.owner), (x,), x, None)) as tape:
+            with Tape({}, CPU, mover=Mover(made, block, bench.owner, (x,), x, None)) as tape:
                 y = tape.run(region("act", run), bench.owner, x)
                 if when == "in the block":
                     kept[0].mul_(2)

@@ -77,6 +77,21 @@ def test_a_small_share_leaves_most_blocks_alone(share: float, with_some: int, wh
     assert sum(moved) == int(180 * share + 1e-9)
 
 
+@pytest.mark.parametrize("share", [0.01, 0.0417, 0.05, 0.1, 0.11, 0.3, 0.5])
+@pytest.mark.parametrize("every", [1, 2, 4])
+def test_equal_blocks_move_the_share_to_within_that_of_one_block(share: float, every: int) -> None:
+    """And two storages. Also where resident blocks follow, and others that offer nothing stand between: they are not among those that remain."""
+    for blocks in range(1, 50):
+        for resident in (0, 1, 2, 5):
+            offering = [index for index in range(blocks - resident) if index % every == 0]
+            budget = Budget(share)
+            for index in range(blocks):
+                budget.enter(sum(later >= index for later in offering))
+                for _ in range(9 * (index in offering)):
+                    budget.admit(100)
+            assert share * (budget.offered - 900) - 200 < budget.moved <= share * budget.offered * (1 + 1e-9), (blocks, resident)
+
+
 def test_above_one_half_it_spreads_over_the_blocks() -> None:
     budget = Budget(0.6)
     assert budget.blocks_per_copy == 1

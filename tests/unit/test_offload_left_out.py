@@ -188,3 +188,106 @@ def test_copies_of_a_model_learn_for_themselves(looks: Looks) -> None:
         assert looks.take() == LAYERS
         applied.step_statistics()
         assert step(model, applied, lambda: loss_of(model))[1] == want[1]
+
+
+@pytest.mark.parametrize("resident", [0, 1, 3])
+@pytest.mark.parametrize("family", ["stack", "qwen3_5"])
+def test_a_small_share_moves_with_resident_blocks_and_others_without_the_label(family: str, resident: int) -> None:
+    """A quarter of a hybrid's blocks have nothing of it, and the last ones keep theirs: neither is waited for."""
+    model = stack() if family == "stack" else tiny_qwen3_5(num_hidden_layers=12)
+    forward = (lambda: loss_of(model)) if family == "stack" else (lambda: model(**tiny_batch(2, 65)).loss)
+    for share in (0.05, 0.1, 0.25, 0.4):
+        with apply_plan(model, moving(f"{LABELS}@{share}", resident_last_blocks=resident, min_bytes=0)) as applied:
+            for _ in range(3):
+                counts = step(model, applied, forward)[1]
+        largest = counts["eligible_bytes"] / (LAYERS - resident)
+        assert share - largest / counts["eligible_bytes"] / 2 < counts["bytes_out"] / counts["eligible_bytes"] <= share, (share, counts)
+
+
+def swapped_for_smaller(model: Any) -> None:
+    for layer in model.model.layers:
+        layer.mlp.gate_proj, layer.mlp.up_proj = nn.Linear(64, 32), nn.Linear(64, 32)
+        layer.mlp.down_proj = nn.Linear(32, 64)
+
+
+class Adapter(nn.Module):
+    """A projection with a low-rank path beside it."""
+
+    def __init__(self, inner: nn.Linear) -> None:
+        super().__init__()
+        self.inner, self.down, self.up = inner, nn.Linear(inner.in_features, 4, bias=False), nn.Linear(4, inner.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) + self.up(self.down(x))
+
+
+def with_adapters(model: Any) -> None:
+    for layer in model.model.layers:
+        layer.mlp.down_proj = Adapter(layer.mlp.down_proj)
+
+
+def with_dropout_off_in_one_part(model: Any) -> None:
+    for layer in model.model.layers:
+        layer.mlp.eval()
+
+
+@pytest.mark.parametrize("change", [swapped_for_smaller, with_adapters, with_dropout_off_in_one_part])
+@pytest.mark.parametrize("share", [0.08, 0.3])
+def test_modules_that_change_are_seen_at_once(change: Callable[[Any], None], share: float) -> None:
+    torch.manual_seed(0)
+    model = tiny_qwen3_5(num_hidden_layers=8)
+    plan = moving(f"offload:gdn_core_attn+offload:mlp@{share}", resident_last_blocks=1, min_bytes=3000)
+
+    def forward() -> Tensor:
+        return model(**tiny_batch(2, 33)).loss
+
+    with apply_plan(model, plan) as applied:
+        for _ in range(3):
+            step(model, applied, forward)
+        change(model)
+        grads, counts = step(model, applied, forward)
+        assert step(model, applied, forward)[1] == counts
+    model.zero_grad()
+    forward().backward()
+    assert equal(grads, [parameter.grad for parameter in model.parameters() if parameter.grad is not None])
+    with apply_plan(model, plan) as applied:
+        assert step(model, applied, forward)[1] == counts
+
+
+def test_an_input_that_becomes_a_leaf_is_seen_at_once() -> None:
+    """A leaf is held by its own graph node: its storage stays, so other blocks take the share."""
+    model, plan = stack(), moving("full+offload:block_input@0.3", resident_last_blocks=0, min_bytes=0)
+
+    def forward(leaf: bool) -> Tensor:
+        x = torch.randn(2, 33, 64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        return model(x if leaf else x * 1.0).square().mean()
+
+    alone = {}
+    for leaf in (True, False):
+        with apply_plan(model, plan) as applied:
+            alone[leaf] = step(model, applied, lambda leaf=leaf: forward(leaf))[1]
+    with apply_plan(model, plan) as applied:
+        for leaf in (False, False, False, True, True, False):
+            counts = step(model, applied, lambda leaf=leaf: forward(leaf))[1]
+            assert counts == alone[leaf]
+            assert counts["bytes_out"] <= 0.3 * counts["eligible_bytes"]
+
+
+def test_a_block_that_raises_counts_the_same_whether_it_was_known() -> None:
+    model, found = stack(), []
+    for known in (False, True):
+        with apply_plan(model, moving(f"{LABELS}@0.3", resident_last_blocks=0, min_bytes=0)) as applied:
+            if known:
+                for _ in range(3):
+                    step(model, applied, lambda: loss_of(model))
+
+            def raises(*_: Any) -> None:
+                raise KeyError("stop")
+
+            for layer in model.layers:
+                hook = layer.mixer.out_proj.register_forward_pre_hook(raises)
+                with pytest.raises(KeyError):
+                    loss_of(model)
+                hook.remove()
+                found.append(figures(applied.step_statistics()))
+    assert found[:LAYERS] == found[LAYERS:]

@@ -263,16 +263,16 @@ def test_a_replay_without_autograd(where: str) -> None:
         ran.append("call")
         return Scaled.apply(x, owner.weight)
 
-    def again(owner: nn.Module, x: Tensor) -> tuple[Tensor, list[Tensor | None]] | None:
+    def again(owner: nn.Module, x: Tensor) -> tuple[Tensor, list[Tensor]] | None:
         ran.append("again")
         assert not x.requires_grad
         if where == "not for these arguments":
             return None
         inner = x.sigmoid()
         if where == "one tensor less":
-            return inner * owner.weight, [inner, None]
+            return inner * owner.weight, [inner, owner.weight]
         result = (inner * owner.weight)[:1] if where == "another result" else inner * owner.weight
-        return result, [x, inner[:1] if where == "another shape" else inner, None]
+        return result, [x, inner[:1] if where == "another shape" else inner, owner.weight]
 
     def step(**modes: Mode) -> tuple[Tensor, Tensor]:
         torch.manual_seed(0)
