@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from transformers.activations import SiLUActivation
 
 from ..kernels import bound_function, fused, is_flash_linear_attention, stock_function, torch_function, use_fused
+from ..kernels.gated_norm import gated_rms_norm_again
 from ..tape import RegionFn
 
 __all__ = ["CONV", "RULE", "Family"]
@@ -144,7 +145,7 @@ def _norm_out_again(mixer: Any, family: Family, kernels: str, o: Tensor, z: Tens
     if not (use_fused(kernels, o.device) and isinstance(mixer.norm, family.plain_norm)):
         return None
     batch, tokens, width = *o.shape[:2], mixer.head_v_dim
-    found = fused.gated_rms_norm_again(o.reshape(-1, width), z.reshape(-1, width), mixer.norm.weight, mixer.norm.variance_epsilon)
+    found = gated_rms_norm_again(o.reshape(-1, width), z.reshape(-1, width), mixer.norm.weight, mixer.norm.variance_epsilon)
     return None if found is None else (found[0].reshape(batch, tokens, -1), found[1])
 
 

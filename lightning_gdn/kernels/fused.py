@@ -7,15 +7,13 @@ fp32. CPU tensors take the model's torch functions as with `stock`.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
-from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-__all__ = ["KERNELS", "conv", "delta_rule", "gated_rms_norm", "gated_rms_norm_again", "l2norm", "rms_norm", "use_fused"]
+__all__ = ["KERNELS", "conv", "delta_rule", "gated_rms_norm", "l2norm", "rms_norm", "use_fused"]
 
 KERNELS = ("stock", "fused")
 """Values of the option `kernels`."""
@@ -52,42 +50,6 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tenso
     from fla.modules.norm.fused_norm_gate import rms_norm_gated
 
     return rms_norm_gated(x, gate, weight, None, activation="swish", eps=eps)
-
-
-class _Saved:
-    """In the place of autograd's context: takes what a function saves for its backward."""
-
-    tensors: tuple[Tensor | None, ...] = ()
-
-    def save_for_backward(self, *tensors: Tensor | None) -> None:
-        self.tensors = tensors
-
-
-_NORM_ARGUMENTS = "ctx x g weight bias activation residual eps prenorm residual_in_fp32 is_rms_norm".split()
-
-
-@cache
-def _norm_function() -> type[torch.autograd.Function] | None:
-    """FLA's autograd function behind `rms_norm_gated`; None in a version where its forward takes other arguments."""
-    try:
-        from fla.modules.norm.fused_norm_gate import LayerNormGatedFunction as function
-    except ImportError:
-        return None
-    return function if list(inspect.signature(function.forward).parameters) == _NORM_ARGUMENTS else None
-
-
-def gated_rms_norm_again(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, list[Tensor]] | None:
-    """`gated_rms_norm` without autograd, for a replay: less host time.
-
-    Returns:
-        The result and what autograd saves, in its order; None if FLA's function is not the one that is known here, or the weight is made in the call.
-    """
-    function = _norm_function()
-    if function is None or not isinstance(weight, nn.Parameter):
-        return None
-    saved = _Saved()
-    result = function.forward(saved, x, gate, weight, None, "swish", None, eps, False, False, True)
-    return result, [tensor for tensor in saved.tensors if tensor is not None]
 
 
 def l2norm(x: Tensor) -> Tensor:

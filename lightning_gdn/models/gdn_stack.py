@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..kernels import fused, torch_ops
+from ..kernels.gated_norm import gated_rms_norm_again
 
 __all__ = ["GDNBlock", "GDNMixer", "GDNStack", "operations"]
 
@@ -177,7 +178,7 @@ def norm_out_again(mixer: GDNMixer, o: Tensor, z: Tensor) -> tuple[Tensor, list[
     if o.device.type == "cpu":
         return None
     width = mixer.head_v_dim
-    found = fused.gated_rms_norm_again(o.reshape(-1, width), z.reshape(-1, width), mixer.norm_weight, mixer.eps)
+    found = gated_rms_norm_again(o.reshape(-1, width), z.reshape(-1, width), mixer.norm_weight, mixer.eps)
     return None if found is None else (found[0].reshape(z.shape), found[1])
 
 

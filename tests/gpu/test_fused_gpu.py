@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gdn import apply_plan
-from lightning_gdn.kernels import fused, torch_ops
+from lightning_gdn.kernels import fused, gated_norm, torch_ops
 from lightning_gdn.models import GDNStack
 from tests.models import tiny_qwen3_5, tiny_qwen3_next
 
@@ -136,25 +136,43 @@ def test_one_device_run_makes_no_buckets() -> None:
     assert abs(peaks[1] - peaks[2]) <= 2**20
 
 
-def test_gated_norm_again_is_the_gated_norm() -> None:
-    """A replay without autograd: the same bits, saved in the order of autograd's hooks; this version of FLA takes the arguments that are known."""
+@pytest.mark.parametrize(("rows", "width", "dtype"), [(300, 128, torch.bfloat16), (70_000, 64, torch.float32), (40, 640, torch.bfloat16)])
+def test_gated_norm_again_is_the_gated_norm(rows: int, width: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replay without autograd: the same bits, saved in the order of autograd's hooks; this version of FLA takes the arguments that are known.
+    The first compares, those after it launch the kernel alone (FLA has another one for wide rows)."""
+    monkeypatch.setattr(gated_norm, "_launches", {})
     torch.manual_seed(0)
-    x, weight = torch.randn(300, 128, device="cuda", dtype=torch.bfloat16), torch.randn(128, device="cuda", dtype=torch.bfloat16)
-    gate = torch.randn(300, 2 * 128, device="cuda", dtype=torch.bfloat16)[:, :128]  # strided: FLA saves a copy of it
-    weight = nn.Parameter(weight)
+    calls: list[Any] = []
+    calls_by_turn: list[int] = []
+    function = gated_norm._function()
+    assert function is not None, "this FLA has another gated norm: gated_norm.py knows none of it"
+    forward = function.forward
+    weight = nn.Parameter(torch.randn(width, device="cuda", dtype=dtype))
     saved: list[Tensor] = []
 
     def pack(tensor: Tensor) -> Tensor:
         saved.append(tensor)
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        want = fused.gated_rms_norm(x.requires_grad_(), gate.requires_grad_(), weight, 1e-6)
-    found = fused.gated_rms_norm_again(x.detach(), gate.detach(), weight, 1e-6)
-    assert found is not None
-    assert torch.equal(found[0], want)
-    assert not found[0].requires_grad
-    assert [tensor is weight for tensor in found[1]] == [tensor is weight for tensor in saved]
-    assert all(torch.equal(again, first) for again, first in zip(found[1], saved, strict=True))
-    assert fused.gated_rms_norm_again(x.detach(), gate.detach(), weight * 1, 1e-6) is None, "a weight that is made in the call"
-    assert len(saved) == 4
+    for turn in range(4):
+        x = torch.randn(rows - turn, width, device="cuda", dtype=dtype)
+        gate = torch.randn(rows - turn, 2 * width, device="cuda", dtype=dtype)[:, :width]  # strided: FLA saves a copy of it
+        if turn in (1, 2):
+            gate = gate.contiguous()
+        eps = 1e-6 if turn < 2 else 1e-2
+        saved.clear()
+        calls.clear()
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            want = fused.gated_rms_norm(x.requires_grad_(), gate.requires_grad_(), weight, eps)
+        with monkeypatch.context() as patch:
+            patch.setattr(function, "forward", staticmethod(lambda *args: (calls.append(args), forward(*args))[1]))
+            found = gated_norm.gated_rms_norm_again(x.detach(), gate.detach(), weight, eps)
+            assert gated_norm.gated_rms_norm_again(x.detach(), gate.detach(), weight * 1, eps) is None, "a weight that is made in the call"
+        assert found is not None
+        assert torch.equal(found[0], want)
+        assert not found[0].requires_grad
+        assert [tensor is weight for tensor in found[1]] == [tensor is weight for tensor in saved]
+        assert all(torch.equal(again, first) for again, first in zip(found[1], saved, strict=True))
+        assert len(saved) == 4
+        calls_by_turn.append(len(calls))
+    assert calls_by_turn == ([1, 0, 0, 1] if width <= 512 else [1, 1, 1, 1])

@@ -1,0 +1,114 @@
+"""FLA's gated RMS norm again, for a replay: its kernel without most of the Python around it.
+
+A call of `rms_norm_gated` is one small kernel under autograd, a guard of its inputs, a choice of backends, heuristics and an autotuner. At few tokens
+a step is bound by the host, and that is most of what a replay costs. So the first replay of a kind calls FLA, launches the same kernel with the
+configuration that FLA's autotuner chose, and compares; where all bits are equal, later ones launch only. Where they are not, or anything here is not
+as in the version that is known, FLA's function is called, without autograd.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["gated_rms_norm_again"]
+
+_ARGUMENTS = "ctx x g weight bias activation residual eps prenorm residual_in_fp32 is_rms_norm".split()
+_WIDEST = 512
+"""FLA has another kernel for rows that are wider."""
+_BUCKET = 2048 * 32
+"""Rows per step of `NB`, by which FLA tunes."""
+
+_Result = tuple[Tensor, list[Tensor]]
+
+
+class _Saved:
+    """In the place of autograd's context: takes what a function saves for its backward."""
+
+    tensors: tuple[Tensor | None, ...] = ()
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None:
+        self.tensors = tensors
+
+
+@dataclass(frozen=True, slots=True)
+class _Launch:
+    """The kernel in one configuration."""
+
+    kernel: Any
+    rows_per_program: int
+    options: dict[str, Any]
+
+    def __call__(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> _Result:
+        rows = x.shape[0]
+        y, rstd = torch.empty_like(x), torch.empty((rows,), dtype=torch.float32, device=x.device)
+        self.kernel[(-(-rows // self.rows_per_program),)](x=x, g=gate, y=y, w=weight, rstd=rstd, eps=eps, T=rows, **self.options)
+        return y, [x, gate, weight, rstd]
+
+
+_launches: dict[tuple[Any, ...], _Launch | None] = {}
+"""By what FLA's autotuner and Triton's compiler look at; None where FLA has to be called."""
+
+
+def gated_rms_norm_again(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> _Result | None:
+    """`fused.gated_rms_norm` without autograd: the same bits for less host time.
+
+    Args:
+        x: [N, V]; gate: [N, V]; weight: [V]; eps: added to the mean square.
+
+    Returns:
+        The result and what autograd saves, in its order; None if FLA's function is not the one that is known here, or the weight is made in the call.
+    """
+    function = _function()
+    if function is None or not isinstance(weight, nn.Parameter):
+        return None
+    kind = (x.shape[1], -(-x.shape[0] // _BUCKET), x.dtype, gate.dtype, weight.dtype, x.device)
+    launch = _launches.get(kind)
+    if launch is not None and x.is_contiguous() and gate.is_contiguous() and torch.cuda.current_device() == x.device.index:
+        return launch(x, gate, weight, eps)
+    saved = _Saved()
+    y = function.forward(saved, x, gate, weight, None, "swish", None, eps, False, False, True)
+    found = y, [tensor for tensor in saved.tensors if tensor is not None]
+    if kind not in _launches and not torch.cuda.is_current_stream_capturing():
+        _launches[kind] = _proven(found, eps, kind[1])
+    return found
+
+
+@cache
+def _function() -> type[torch.autograd.Function] | None:
+    """FLA's autograd function behind `rms_norm_gated`; None in a version where its forward takes other arguments."""
+    try:
+        from fla.modules.norm.fused_norm_gate import LayerNormGatedFunction as function
+    except ImportError:
+        return None
+    return function if list(inspect.signature(function.forward).parameters) == _ARGUMENTS else None
+
+
+def _proven(called: _Result, eps: float, bucket: int) -> _Launch | None:
+    """A launch of what FLA just ran; None if it does not make all of it again, bit for bit."""
+    y, saved = called
+    if len(saved) != 4 or saved[0].shape[1] > _WIDEST:
+        return None
+    x, gate, weight, _ = saved
+    width = x.shape[1]
+    try:
+        from fla.modules.norm.fused_norm_gate import layer_norm_gated_fwd_kernel
+
+        tuner = layer_norm_gated_fwd_kernel.fn
+        config = tuner.best_config
+        if config.pre_hook is not None:
+            return None
+        absent = dict.fromkeys(("b", "residual", "residual_out", "mean"))
+        flags = {"IS_RMS_NORM": True, "STORE_RESIDUAL_OUT": False, "HAS_RESIDUAL": False, "HAS_WEIGHT": True, "HAS_BIAS": False}
+        sizes = {"D": width, "BD": 1 << (width - 1).bit_length(), "NB": bucket}
+        options = absent | flags | sizes | {"ACTIVATION": "swish"} | config.all_kwargs()
+        launch = _Launch(tuner.fn, config.kwargs["BT"], options)
+        again, made = launch(x, gate, weight, eps)
+    except (ImportError, AttributeError, KeyError, TypeError):  # another version of FLA or Triton
+        return None
+    return launch if all(torch.equal(a, b) for a, b in zip((again, *made), (y, *saved), strict=True)) else None
