@@ -175,7 +175,7 @@ def norm_out(mixer: GDNMixer, o: Tensor, z: Tensor) -> Tensor:
 
 def norm_out_again(mixer: GDNMixer, o: Tensor, z: Tensor) -> tuple[Tensor, list[Tensor]] | None:
     """See `RegionFn.again`."""
-    if o.device.type == "cpu":
+    if o.device.type != "cuda":
         return None
     width = mixer.head_v_dim
     found = gated_rms_norm_again(o.reshape(-1, width), z.reshape(-1, width), mixer.norm_weight, mixer.eps)

@@ -87,10 +87,11 @@ def tuner(monkeypatch: pytest.MonkeyPatch) -> Iterator[Tuner]:
     gated_norm._function.cache_clear()
 
 
-def again(rows: int = 40, strided: bool = False, dtype: torch.dtype = torch.float32, eps: float = 1e-6) -> None:
-    """One replay, checked against the formula."""
-    x, gate, weight = torch.randn(rows, 24, dtype=dtype), torch.randn(rows, 48, dtype=dtype)[:, :24], nn.Parameter(torch.randn(24, dtype=dtype))
-    gate = gate if strided else gate.contiguous()
+def again(rows: int = 40, strided: str = "", dtype: torch.dtype = torch.float32, eps: float = 1e-6) -> None:
+    """One replay, checked against the formula; `strided` names what is not contiguous."""
+    x, gate = (torch.randn(rows, 48, dtype=dtype)[:, :24] for _ in range(2))
+    x, gate = (value if strided == name else value.contiguous() for value, name in ((x, "x"), (gate, "gate")))
+    weight = nn.Parameter(torch.randn(48, dtype=dtype)[::2] if strided == "weight" else torch.randn(24, dtype=dtype))
     found = gated_norm.gated_rms_norm_again(x, gate, weight, eps)
     assert found is not None
     y, saved = found
@@ -106,10 +107,11 @@ def test_the_first_compares_and_the_others_launch(tuner: Any) -> None:
     again()
     again(rows=8, eps=1e-2)
     assert (tuner.function.calls, tuner.fn.launches) == (1, 3)
-    again(strided=True)
-    assert (tuner.function.calls, tuner.fn.launches) == (2, 3), "FLA makes a strided input contiguous, and saves that"
+    for count, name in enumerate(("x", "gate", "weight"), start=2):
+        again(strided=name)
+        assert (tuner.function.calls, tuner.fn.launches) == (count, 3), "FLA makes a strided input contiguous, and saves that"
     again(dtype=torch.float64)
-    assert (tuner.function.calls, tuner.fn.launches) == (3, 4), "another dtype is another kind"
+    assert (tuner.function.calls, tuner.fn.launches) == (5, 4), "another dtype is another kind"
 
 
 def test_a_launch_that_differs_in_one_bit_is_never_trusted(tuner: Any) -> None:
@@ -120,12 +122,23 @@ def test_a_launch_that_differs_in_one_bit_is_never_trusted(tuner: Any) -> None:
     assert (tuner.function.calls, tuner.fn.launches) == (2, 1)
 
 
+class Raising:
+    """A kernel whose launch raises."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        raise self.error
+
+
 CHANGES: dict[str, Callable[[Any, pytest.MonkeyPatch], None]] = {
     "another device is current": lambda tuner, patch: patch.setattr(torch.cuda, "current_device", lambda: 3),
     "a graph is captured": lambda tuner, patch: patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True),
     "no configuration": lambda tuner, patch: delattr(tuner, "best_config"),
     "a hook before the kernel": lambda tuner, patch: setattr(tuner.best_config, "pre_hook", print),
     "no rows per program": lambda tuner, patch: tuner.best_config.kwargs.clear(),
+    "no memory to compare in": lambda tuner, patch: setattr(tuner, "fn", Raising(torch.OutOfMemoryError("planted"))),
     "another argument": lambda tuner, patch: setattr(tuner, "fn", {(3,): lambda *, x: None}),
 }
 
