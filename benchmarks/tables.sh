@@ -2,7 +2,7 @@
 # The tables in docs/targets.md, one command each, on one otherwise idle GPU: records into OUT.
 #
 #   benchmarks/tables.sh OUT [TABLE ...]
-#   TABLE of recompute: segments stack stack_2048 whole_16384 whole_4096 4b profile host (the default), profile_large stack_full
+#   TABLE of recompute: segments stack stack_2048 whole_16384 whole_4096 4b profile host (the default), profile_large stack_full norm_out_2048
 #         of offload:   engine pairs_stack pairs_16384 pairs_4096x4 auto_stack auto_16384 auto_4096x4 combined rivals matrix
 #
 # Recompute has five alternating rounds, offload three. SECONDS_PER_TABLE (default 120; pairs and stack_2048 want 240, the matrix 400) bounds
@@ -21,6 +21,7 @@ limit=${SECONDS_PER_TABLE:-120}
 UNION=gdn_conv+gdn_norm_out+layernorm
 FUSED=fused:none,fused:gdn_norm_out,fused:gdn_norm_out+layernorm+mlp_act,fused:$UNION,fused:$UNION+mlp_act,fused:full,fused:checkpoint:sweep,fused:hf_gradient_checkpointing
 FUSED_4096=fused:none,fused:gdn_norm_out,fused:$UNION+mlp_act,fused:full,fused:checkpoint:block:12,fused:hf_gradient_checkpointing
+NORM_OUT=none,gdn_norm_out,checkpoint:gdn_norm_out
 LABELS=gdn_norm_out,gdn_conv,$UNION,gdn_in_proj_conv,gdn_front,full
 SMALL=none,$LABELS,checkpoint:gdn_norm_out,checkpoint:gdn_conv,checkpoint:gdn_in_proj_conv,checkpoint:gdn_front,checkpoint:block:10,checkpoint:full
 MOVED=offload:gdn_core_attn
@@ -47,6 +48,7 @@ for name in ${*:-stack whole_16384 stack_2048 segments profile whole_4096 4b hos
         stack) table "$name" benchmarks/gdn_stack.py --warm 1 --steps 4 --seconds "$limit" ;;
         stack_full) table "$name" benchmarks/gdn_stack.py --warm 3 --steps 6 --beside --arms none,full,checkpoint:full --seconds "$limit" ;;
         stack_2048) table "$name" benchmarks/gdn_stack.py --seq 2048 --batch 1 --warm 3 --steps 8 --beside --arms "$SMALL" --seconds "$limit" ;;
+        norm_out_2048) table "$name" benchmarks/gdn_stack.py --seq 2048 --batch 1 --warm 4 --steps 24 --beside --arms "$NORM_OUT" --seconds "$limit" ;;
         whole_16384) table "$name" benchmarks/whole_model.py --seq 16384 --warm 1 --steps 2 --arms "$STOCK,$FUSED" --seconds "$limit" ;;
         whole_4096) table "$name" benchmarks/whole_model.py --seq 4096 --micro-batches 4 --warm 1 --steps 2 --beside --arms "$STOCK,$FUSED_4096" --seconds "$limit" ;;
         4b) table "$name" benchmarks/whole_model.py --recipe qwen3_5_4b --seq 8192 --warm 1 --steps 2 --arms "$FUSED" --seconds "$limit" ;;

@@ -1,9 +1,9 @@
 """FLA's gated RMS norm again, for a replay: its kernel without most of the Python around it.
 
-A call of `rms_norm_gated` is one small kernel under autograd, a guard of its inputs, a choice of backends, heuristics and an autotuner. At few tokens
-a step is bound by the host, and that is most of what a replay costs. So the first replay of a kind calls FLA, launches the same kernel with the
-configuration that FLA's autotuner chose, and compares; where all bits are equal, later ones launch only. Where they are not, or anything here is not
-as in the version that is known, FLA's function is called, without autograd.
+A call of `rms_norm_gated` is one small kernel under autograd, a guard of its inputs, a choice of backends, heuristics, an autotuner and Triton's own
+dispatch. At few tokens a step is bound by the host, and that is most of what a replay costs. So the first replay of a kind calls FLA, launches the
+compiled kernel that FLA's autotuner chose, and compares; where all bits are equal, later ones launch only. Where they are not, or anything here is
+not as in the version that is known, FLA's function is called, without autograd.
 """
 
 from __future__ import annotations
@@ -23,6 +23,10 @@ _WIDEST = 512
 """FLA has another kernel for rows that are wider."""
 _BUCKET = 2048 * 32
 """Rows per step of `NB`, by which FLA tunes."""
+_TENSORS = "x g y w b residual residual_out mean rstd eps T".split()
+"""What the kernel takes before its constants."""
+_ALIGNED = 16
+"""Bytes. Triton compiles for pointers that are multiples of it, and again for those that are not."""
 
 _Result = tuple[Tensor, list[Tensor]]
 
@@ -38,16 +42,20 @@ class _Saved:
 
 @dataclass(frozen=True, slots=True)
 class _Launch:
-    """The kernel in one configuration."""
+    """The compiled kernel, launched as Triton documents it for kernels that were compiled ahead: all arguments in order, constants too."""
 
     kernel: Any
     rows_per_program: int
-    options: dict[str, Any]
+    constants: tuple[Any, ...]
 
     def __call__(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> _Result:
+        return self.into(torch.empty_like(x), torch.empty((x.shape[0],), dtype=torch.float32, device=x.device), x, gate, weight, eps)
+
+    def into(self, y: Tensor, rstd: Tensor, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> _Result:
+        """The result in memory that is given."""
         rows = x.shape[0]
-        y, rstd = torch.empty_like(x), torch.empty((rows,), dtype=torch.float32, device=x.device)
-        self.kernel[(-(-rows // self.rows_per_program),)](x=x, g=gate, y=y, w=weight, rstd=rstd, eps=eps, T=rows, **self.options)
+        grid = (-(-rows // self.rows_per_program), 1, 1)
+        self.kernel[grid](x, gate, y, weight, None, None, None, None, rstd, eps, rows, *self.constants)
         return y, [x, gate, weight, rstd]
 
 
@@ -67,16 +75,23 @@ def gated_rms_norm_again(x: Tensor, gate: Tensor, weight: Tensor, eps: float) ->
     function = _function()
     if function is None or not isinstance(weight, nn.Parameter):
         return None
-    kind = (x.shape[1], -(-x.shape[0] // _BUCKET), x.dtype, gate.dtype, weight.dtype, x.device)
-    launch = _launches.get(kind)
-    if launch is not None and all(map(Tensor.is_contiguous, (x, gate, weight))) and torch.cuda.current_device() == x.device.index:
+    kind = (x.shape[1], -(-x.shape[0] // _BUCKET), x.dtype, gate.dtype, weight.dtype, eps, x.device)
+    plain = _is_plain(x, gate, weight)
+    if plain and (launch := _launches.get(kind)) is not None:
         return launch(x, gate, weight, eps)
     saved = _Saved()
     y = function.forward(saved, x, gate, weight, None, "swish", None, eps, False, False, True)
     found = y, [tensor for tensor in saved.tensors if tensor is not None]
-    if kind not in _launches and not torch.cuda.is_current_stream_capturing():
+    if plain and kind not in _launches and not torch.cuda.is_current_stream_capturing():
         _launches[kind] = _proven(found, eps, kind[1])
     return found
+
+
+def _is_plain(x: Tensor, gate: Tensor, weight: Tensor) -> bool:
+    """Whether FLA and Triton would take these tensors as they are, to the kernel of their kind."""
+    if not (x.is_contiguous() and gate.is_contiguous() and weight.is_contiguous()):
+        return False
+    return not (x.data_ptr() | gate.data_ptr() | weight.data_ptr()) % _ALIGNED and torch.cuda.current_device() == x.device.index
 
 
 @cache
@@ -94,7 +109,7 @@ def _proven(called: _Result, eps: float, bucket: int) -> _Launch | None:
     y, saved = called
     if len(saved) != 4 or saved[0].shape[1] > _WIDEST:
         return None
-    x, gate, weight, _ = saved
+    x, gate, weight, rstd = saved
     width = x.shape[1]
     try:
         from fla.modules.norm.fused_norm_gate import layer_norm_gated_fwd_kernel
@@ -103,12 +118,17 @@ def _proven(called: _Result, eps: float, bucket: int) -> _Launch | None:
         config = tuner.best_config
         if config.pre_hook is not None:
             return None
-        absent = dict.fromkeys(("b", "residual", "residual_out", "mean"))
+        rows_per_program, names = config.kwargs["BT"], tuner.fn.arg_names
         flags = {"IS_RMS_NORM": True, "STORE_RESIDUAL_OUT": False, "HAS_RESIDUAL": False, "HAS_WEIGHT": True, "HAS_BIAS": False}
-        sizes = {"D": width, "BD": 1 << (width - 1).bit_length(), "NB": bucket}
-        options = absent | flags | sizes | {"ACTIVATION": "swish"} | config.all_kwargs()
-        launch = _Launch(tuner.fn, config.kwargs["BT"], options)
-        again, made = launch(x, gate, weight, eps)
+        options = flags | {"D": width, "BD": 1 << (width - 1).bit_length(), "NB": bucket, "ACTIVATION": "swish"} | config.all_kwargs()
+        if list(names[: len(_TENSORS)]) != _TENSORS:
+            return None
+        # Full of NaN: memory that is given back may hold the result of the forward.
+        y_again, rstd_again = torch.full_like(y, torch.nan), torch.full_like(rstd, torch.nan)
+        grid = (-(-x.shape[0] // rows_per_program),)
+        compiled = tuner.fn[grid](x, gate, y_again, weight, None, None, None, None, rstd_again, eps, x.shape[0], **options)
+        launch = _Launch(compiled, rows_per_program, tuple(options[name] for name in names[len(_TENSORS) :]))
+        again, made = launch.into(y_again.fill_(torch.nan), rstd_again.fill_(torch.nan), x, gate, weight, eps)
     except Exception:  # noqa: BLE001  another FLA or Triton, or no memory to compare in: FLA's function ran, and will again
         return None
     return launch if all(torch.equal(a, b) for a, b in zip((again, *made), (y, *saved), strict=True)) else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
@@ -15,25 +16,44 @@ from lightning_gdn.kernels import gated_norm
 
 
 class Kernel:
-    """Counts launches; `wrong` spoils the last bit of one value."""
+    """Counts launches through Triton's dispatch, and those of what it compiled; `wrong` spoils the last bit of one value, `idle` does nothing."""
+
+    arg_names = "x g y w b residual residual_out mean rstd eps T D BT BD NB ACTIVATION IS_RMS_NORM HAS_WEIGHT".split()
 
     def __init__(self) -> None:
-        self.launches, self.wrong = 0, False
+        self.dispatched, self.launches, self.wrong, self.idle = 0, 0, False, False
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        def run(*, x: Tensor, g: Tensor, y: Tensor, w: Tensor, rstd: Tensor, eps: float, T: int, BT: int, **flags: Any) -> None:
-            assert grid == (-(-T // BT),)
-            assert flags.pop("num_warps") == 4
-            assert flags.pop("ACTIVATION") == "swish"
-            assert not any(flags.pop(name) for name in ("STORE_RESIDUAL_OUT", "HAS_RESIDUAL", "HAS_BIAS", "b", "residual", "residual_out", "mean"))
-            assert flags.pop("HAS_WEIGHT")
-            assert flags.pop("IS_RMS_NORM")
-            assert (flags.pop("D"), flags.pop("BD"), flags.pop("NB")) == (24, 32, 1)
-            assert not flags
-            self.launches += 1
+        def run(*tensors: Any, D: int, BT: int, BD: int, NB: int, ACTIVATION: str, IS_RMS_NORM: bool, HAS_WEIGHT: bool, **flags: Any) -> Compiled:
+            assert flags == {"num_warps": 4, "STORE_RESIDUAL_OUT": False, "HAS_RESIDUAL": False, "HAS_BIAS": False}
+            self.dispatched += 1
+            compiled = Compiled(self)
+            compiled[(*grid, 1, 1)](*tensors, D, BT, BD, NB, ACTIVATION, IS_RMS_NORM, HAS_WEIGHT)
+            self.launches -= 1
+            return compiled
+
+        return run
+
+
+class Compiled:
+    """A kernel in one configuration: all arguments, in order."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        self.kernel = kernel
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def run(*arguments: Any) -> None:
+            x, g, y, w, b, residual, residual_out, mean, rstd, eps, rows, *constants = arguments
+            assert constants == [24, 16, 32, 1, "swish", True, True]
+            assert grid == (-(-rows // 16), 1, 1)
+            assert (b, residual, residual_out, mean) == (None, None, None, None)
+            assert rows == len(x)
+            self.kernel.launches += 1
+            if self.kernel.idle:
+                return
             rstd.copy_((x.pow(2).mean(-1) + eps).rsqrt())
             y.copy_(x * rstd[:, None] * w * torch.nn.functional.silu(g))
-            if self.wrong:
+            if self.kernel.wrong:
                 y[0, 0] = torch.nextafter(y[0, 0], y.new_tensor(torch.inf))
 
         return run
@@ -68,9 +88,9 @@ def tuner(monkeypatch: pytest.MonkeyPatch) -> Iterator[Tuner]:
         ) -> Tensor:
             Function.calls += 1
             x, g, y, rstd = x.contiguous(), g.contiguous(), torch.empty_like(x), torch.empty(len(x))
-            flags = dict.fromkeys(("STORE_RESIDUAL_OUT", "HAS_RESIDUAL", "HAS_BIAS", "b", "residual", "residual_out", "mean"), None)
-            known = {"D": 24, "BD": 32, "NB": 1, "HAS_WEIGHT": True, "IS_RMS_NORM": is_rms_norm, "ACTIVATION": activation}
-            arithmetic[(-(-len(x) // 16),)](x=x, g=g, y=y, w=weight, rstd=rstd, eps=eps, T=len(x), BT=16, num_warps=4, **known, **flags)
+            Compiled(arithmetic)[(-(-len(x) // 16), 1, 1)](
+                x, g, y, weight, None, None, None, None, rstd, eps, len(x), 24, 16, 32, 1, activation, is_rms_norm, True
+            )
             ctx.save_for_backward(x, g, weight, bias, None, rstd)
             return y
 
@@ -87,11 +107,19 @@ def tuner(monkeypatch: pytest.MonkeyPatch) -> Iterator[Tuner]:
     gated_norm._function.cache_clear()
 
 
-def again(rows: int = 40, strided: str = "", dtype: torch.dtype = torch.float32, eps: float = 1e-6) -> None:
-    """One replay, checked against the formula; `strided` names what is not contiguous."""
-    x, gate = (torch.randn(rows, 48, dtype=dtype)[:, :24] for _ in range(2))
-    x, gate = (value if strided == name else value.contiguous() for value, name in ((x, "x"), (gate, "gate")))
-    weight = nn.Parameter(torch.randn(48, dtype=dtype)[::2] if strided == "weight" else torch.randn(24, dtype=dtype))
+def tensor(shape: tuple[int, ...], dtype: torch.dtype, how: str) -> Tensor:
+    """Random numbers: contiguous and aligned, or one of them not."""
+    if how == "strided":
+        return torch.randn(*shape[:-1], 2 * shape[-1], dtype=dtype)[..., ::2]
+    flat = torch.randn(math.prod(shape) + 1, dtype=dtype)
+    return (flat[1:] if how == "unaligned" else flat[:-1]).view(shape)
+
+
+def again(rows: int = 40, odd: str = "", how: str = "strided", dtype: torch.dtype = torch.float32, eps: float = 1e-6) -> None:
+    """One replay, checked against the formula; `odd` names the tensor that is not plain."""
+    shapes = {"x": (rows, 24), "gate": (rows, 24), "weight": (24,)}
+    x, gate, weight = (tensor(shape, dtype, how if name == odd else "") for name, shape in shapes.items())
+    weight = nn.Parameter(weight)
     found = gated_norm.gated_rms_norm_again(x, gate, weight, eps)
     assert found is not None
     y, saved = found
@@ -103,21 +131,31 @@ def again(rows: int = 40, strided: str = "", dtype: torch.dtype = torch.float32,
 
 def test_the_first_compares_and_the_others_launch(tuner: Any) -> None:
     again()
-    assert (tuner.function.calls, tuner.fn.launches) == (1, 1)
+    assert (tuner.function.calls, tuner.fn.dispatched, tuner.fn.launches) == (1, 1, 1)
     again()
-    again(rows=8, eps=1e-2)
-    assert (tuner.function.calls, tuner.fn.launches) == (1, 3)
-    for count, name in enumerate(("x", "gate", "weight"), start=2):
-        again(strided=name)
-        assert (tuner.function.calls, tuner.fn.launches) == (count, 3), "FLA makes a strided input contiguous, and saves that"
+    again(rows=8)
+    assert (tuner.function.calls, tuner.fn.dispatched, tuner.fn.launches) == (1, 1, 3)
     again(dtype=torch.float64)
-    assert (tuner.function.calls, tuner.fn.launches) == (5, 4), "another dtype is another kind"
+    again(eps=1e-2)
+    assert tuner.function.calls == 3, "other kinds"
 
 
-def test_a_launch_that_differs_in_one_bit_is_never_trusted(tuner: Any) -> None:
-    tuner.fn.wrong = True
+@pytest.mark.parametrize("how", ["strided", "unaligned"])
+@pytest.mark.parametrize("odd", ["x", "gate", "weight"])
+def test_tensors_that_another_kernel_would_take_go_to_fla(tuner: Any, odd: str, how: str) -> None:
+    for _ in range(2):
+        again(odd=odd, how=how)
+    assert (tuner.function.calls, tuner.fn.launches) == (2, 0), "not compared with them either"
     again()
-    tuner.fn.wrong = False
+    again(odd=odd, how=how)
+    assert (tuner.function.calls, tuner.fn.launches) == (4, 1)
+
+
+@pytest.mark.parametrize("fault", ["wrong", "idle"])
+def test_a_launch_that_differs_is_never_trusted(tuner: Any, fault: str) -> None:
+    setattr(tuner.fn, fault, True)
+    again()
+    setattr(tuner.fn, fault, False)
     again()
     assert (tuner.function.calls, tuner.fn.launches) == (2, 1)
 
@@ -126,7 +164,7 @@ class Raising:
     """A kernel whose launch raises."""
 
     def __init__(self, error: Exception) -> None:
-        self.error = error
+        self.error, self.arg_names = error, Kernel.arg_names
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         raise self.error
@@ -139,7 +177,9 @@ CHANGES: dict[str, Callable[[Any, pytest.MonkeyPatch], None]] = {
     "a hook before the kernel": lambda tuner, patch: setattr(tuner.best_config, "pre_hook", print),
     "no rows per program": lambda tuner, patch: tuner.best_config.kwargs.clear(),
     "no memory to compare in": lambda tuner, patch: setattr(tuner, "fn", Raising(torch.OutOfMemoryError("planted"))),
-    "another argument": lambda tuner, patch: setattr(tuner, "fn", {(3,): lambda *, x: None}),
+    "another argument": lambda tuner, patch: patch.setattr(Kernel, "arg_names", ["x", "extra", *Kernel.arg_names[1:]]),
+    "another constant": lambda tuner, patch: patch.setattr(Kernel, "arg_names", [*Kernel.arg_names, "EXTRA"]),
+    "no compiled kernel": lambda tuner, patch: patch.setattr(Kernel, "__getitem__", lambda self, grid: lambda *args, **options: None),
 }
 
 
