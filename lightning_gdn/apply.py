@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -46,7 +47,8 @@ class AppliedPlan:
         self.blocks = report.layouts
         """Layouts of the blocks that were found."""
         self._found = report.describe(taken_over=bool(takeovers))
-        self._example = next((block for block in report.blocks if block.layout.kind == GDN), None)
+        found = next((block for block in report.blocks if block.layout.kind == GDN), None)
+        self._example = (weakref.ref(found.module), found.adapter) if found is not None else None  # a model that is dropped goes at once
         self._labels = selection.labels if selection is not None else ()
         self._session = session
         self._takeovers = list(takeovers)
@@ -134,10 +136,10 @@ class AppliedPlan:
 
     def kernel_problems(self, device: torch.device) -> list[str]:
         """What is wrong with the kernels that will run on `device`: a slow fallback, or a backward that will be refused."""
-        found = self._example
-        if found is None or device.type != "cuda":
+        block = self._example[0]() if self._example is not None else None
+        if self._example is None or block is None or device.type != "cuda":
             return []
-        rule = found.adapter.kernels(found.module, device, self._session.kernels).get("delta_rule", "")
+        rule = self._example[1].kernels(block, device, self._session.kernels).get("delta_rule", "")
         if rule.startswith("torch."):
             return [
                 f"the gated delta rule will run as {rule} on {device}: flash-linear-attention is not bound (not installed, or its import failed when "
@@ -150,7 +152,6 @@ class AppliedPlan:
         """Put every forward back. Calling it again does nothing."""
         self._alike = self._alike and self._same_weights()
         self._session.end()  # also for copies of the model made meanwhile, which this cannot reach
-        self._example = None  # what is read after a fit (plan, ledger, kernels) must not keep the model alive
         while self._takeovers:
             self._takeovers.pop().remove()
 

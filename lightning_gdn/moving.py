@@ -35,7 +35,7 @@ from .offload_config import OffloadConfig
 from .regions import Moves
 from .replay import Region, Slot, storage_key
 
-__all__ = ["Engines", "Moved", "Mover", "Moving", "state_of"]
+__all__ = ["Engines", "Moved", "Mover", "Moving", "layout_of", "state_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,14 +73,26 @@ class Moved:
 def state_of(module: nn.Module) -> tuple[Any, ...]:
     """What of a block's modules and parameters decides which tensors autograd saves, as far as it is cheap to see: classes, modes, hooks, and
     what trains, of which dtype and shape. (Not `parameters()`: its generators cost several times as much, and this runs in every call.)"""
-    found: list[Any] = [type(module), module.training, len(module._forward_hooks), len(module._forward_pre_hooks)]
+    found: list[Any] = [type(module), module.training, *module._forward_hooks, None, *module._forward_pre_hooks]  # ids, which never repeat
     for weight in module._parameters.values():
         if weight is not None:
-            found.append((weight.requires_grad, weight.dtype, weight.shape))
+            found.append((type(weight), weight.requires_grad, weight.dtype, weight.shape))
     for part in module._modules.values():
         if part is not None:
             found.append(state_of(part))
     return tuple(found)
+
+
+def layout_of(value: Any) -> Any:
+    """What of an argument decides which storages a call saves, and how large they are; None for what is no tensor."""
+    if isinstance(value, (tuple, list)):
+        return tuple(map(layout_of, value))
+    if not isinstance(value, Tensor):
+        return None
+    try:
+        return type(value), value.shape, value.dtype, value.requires_grad, value.stride(), value.untyped_storage().nbytes()
+    except (NotImplementedError, RuntimeError):  # sparse and the like
+        return type(value), value.shape, value.dtype, value.requires_grad
 
 
 def _storages_of(module: nn.Module, found: set[int | None]) -> set[int | None]:
@@ -300,6 +312,16 @@ class Engines:
         self.offered_bytes: int | None = None
         """All that the labels named in the first forward, moved or not; None before its end."""
         self._lock = threading.Lock()
+        self._threads = threading.local()  # `engine`: where this thread's last block ran
+
+    def running_on(self, device: torch.device) -> Engine:
+        """The engine of the device on which a block is about to run. Where the one before ran on another, its part of the pass is over."""
+        engine, before = self.on(device), getattr(self._threads, "engine", None)
+        if before is not engine:
+            self._threads.engine = engine
+            if before is not None:
+                before.end_pass()
+        return engine
 
     def on(self, device: torch.device) -> Engine:
         """The engine of a device.

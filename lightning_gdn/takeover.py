@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from .adapters.base import Adapter
 from .ledger import Ledger
-from .moving import Engines, Mover, Moving, state_of
+from .moving import Engines, Mover, Moving, layout_of, state_of
 from .offload.handles import Block, Nothing
 from .plan import BlockPlan
 from .regions import Mode
@@ -192,13 +192,15 @@ class BlockTakeover(Takeover):
             return self._as_it_is(module, x.device, args, kwargs)
         if session.engines is None:
             return self._with_grad(module, x, None, args, kwargs)
-        engine = session.engines.on(x.device)
+        engine = session.engines.running_on(x.device)
         if engine.at_rest and not session.ledger.counts_next(self.name):  # nothing moves any more: as without offload
             if self._counted is not None and self._counted[:4] != (x.shape, x.dtype, module.training, x.requires_grad):
                 session.alike = False
             return self._with_grad(module, x, None, args, kwargs)
         if self._moving is not None and not self._may_run(module):
-            return self._as_it_is(module, x.device, args, kwargs)
+            out = self._as_it_is(module, x.device, args, kwargs)
+            engine.passed_by(self._index, session.engines.count)
+            return out
         with engine.block(self._index, session.engines.count, self._remaining) as block:
             out = self._with_grad(module, x, block, args, kwargs)
         if out.requires_grad:
@@ -252,7 +254,7 @@ class BlockTakeover(Takeover):
         """What decides which tensors a call of this block saves, as far as it is cheap to see."""
         kind = x.device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        given = tuple(isinstance(arg, Tensor) for arg in args), tuple(name for name, value in kwargs.items() if value is not None)
+        given = layout_of(args), tuple((name, layout_of(value)) for name, value in kwargs.items() if value is not None)
         return x.shape, x.dtype, module.training, x.requires_grad, x.grad_fn is None, autocast, state_of(module), given
 
     def same_weights(self) -> bool:

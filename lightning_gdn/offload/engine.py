@@ -71,12 +71,12 @@ class Engine:
 
     def block(self, index: int, count: int, remaining: int | None = None) -> Block:
         """Context of one call of block `index` of `count` in forward; from it on `remaining` blocks may offer something that moves (None: all but
-        the resident ones). A forward pass begins where the index does not rise."""
+        the resident ones). A forward pass begins where the index does not rise, and where the backward of the pass before has begun."""
         since = time.perf_counter_ns()
         with self._lock:
             self._collect()
             forward: Pass | None = getattr(self._threads, "forward", None)
-            if forward is None or index <= forward.last:
+            if forward is None or index <= forward.last or forward.backward_began:
                 if forward is not None:
                     self._release(forward, forward.last, all_of_them=True)  # it ended early
                 self._passes += 1
@@ -84,6 +84,21 @@ class Engine:
                 forward = self._threads.forward = Pass(self._passes, self.fraction)
             forward.last = index
             return Block(self, forward, index, count, remaining, since)
+
+    def passed_by(self, index: int, count: int) -> None:
+        """Block `index` of `count` ran without `block` (other hooks are open around it): its place in the pass counts all the same."""
+        with self._lock:
+            forward: Pass | None = getattr(self._threads, "forward", None)
+            if forward is not None and index > forward.last and not forward.backward_began:
+                forward.last = index
+                self._advance(forward, index, last=index >= count - 1)
+
+    def end_pass(self) -> None:
+        """The blocks of this thread's pass that come next run on another device."""
+        with self._lock:
+            forward: Pass | None = getattr(self._threads, "forward", None)
+            if forward is not None and not forward.backward_began:
+                self._advance(forward, forward.last, last=True)
 
     def step_statistics(self) -> StepStatistics:
         """Snapshot of everything since the last call, and reset. Call it once per optimizer step, on every rank: with `fraction="auto"`
@@ -144,10 +159,17 @@ class Engine:
             block._moving = []
             if block._repeated is not None and not failed:
                 self._repeat(block, block._repeated)
-            self._release(forward, block.index, all_of_them=last or failed)
-            if last and not failed:
-                self._recorder.span("forward", forward.started, self._recorder.mark(self._backend.current()), forward.eligible)
+            if failed:
+                self._release(forward, block.index, all_of_them=True)
+            else:
+                self._advance(forward, block.index, last=last)
             self._recorder.host("out", time.perf_counter_ns() - since)
+
+    def _advance(self, forward: Pass, ended: int, *, last: bool) -> None:
+        self._release(forward, ended, all_of_them=last)
+        if last and not forward.ended:
+            forward.ended = True
+            self._recorder.span("forward", forward.started, self._recorder.mark(self._backend.current()), forward.eligible)
 
     def _begin_work(self, block: Block, spent_ns: int) -> None:
         with self._lock:

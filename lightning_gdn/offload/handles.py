@@ -63,7 +63,7 @@ class HostCopy:
 class Pass:
     """One forward pass: what it moved, block by block."""
 
-    __slots__ = ("number", "shelves", "outgoing", "budget", "last", "task", "reached", "started", "turned", "eligible", "fraction")
+    __slots__ = ("number", "shelves", "outgoing", "budget", "last", "task", "reached", "started", "ended", "turned", "eligible", "fraction")
 
     def __init__(self, number: int, fraction: float) -> None:
         self.fraction = fraction
@@ -72,7 +72,13 @@ class Pass:
         self.outgoing: deque[tuple[int, list[Copy]]] = deque()  # sources that are still held, and the block that lets them go at its end
         self.task, self.reached = -2, -1  # the backward that prefetched last, and the block it had reached
         self.started: Event | None = None
+        self.ended = False
         self.turned: Event | None = None
+
+    @property
+    def backward_began(self) -> bool:
+        """A block that runs now belongs to another pass: reentrant checkpoints run some in backward."""
+        return self.task != -2
 
 
 BY_SIZE = {"budget", "min_bytes", "resident"}

@@ -273,6 +273,81 @@ def test_an_input_that_becomes_a_leaf_is_seen_at_once() -> None:
             assert counts["bytes_out"] <= 0.3 * counts["eligible_bytes"]
 
 
+def wide(x: Tensor) -> Tensor:
+    """The same numbers as a view of a storage that is many times larger."""
+    return torch.cat([x, x.new_zeros(2, 500, 64)], 1)[:, :33]
+
+
+def turned(x: Tensor) -> Tensor:
+    """The same numbers in another order in memory."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+class Kind(Tensor):
+    """A subclass, of which nothing moves."""
+
+
+def hooked(model: Any, make: Callable[[], Callable[..., Any]]) -> Callable[[], Tensor]:
+    def forward() -> Tensor:
+        hooks = [layer.mlp.act_fn.register_forward_hook(make()) for layer in model.model.layers]
+        try:
+            return model(**tiny_batch(2, 33)).loss
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    return forward
+
+
+@pytest.mark.parametrize("share", [0.1, 0.3, 0.5])
+def test_other_hooks_and_other_kinds_of_weights_are_seen_at_once(share: float) -> None:
+    """As many hooks as before, that save other tensors; weights that are made in the call."""
+    model = tiny_qwen3_5(num_hidden_layers=8)
+    plan = moving(f"offload:mlp@{share}", resident_last_blocks=0, min_bytes=0)
+
+    def made() -> dict[str, Tensor]:
+        return {name: parameter * 1.0 for name, parameter in model.named_parameters()}
+
+    forwards = [
+        hooked(model, lambda: lambda module, inputs, output: output * 2),
+        hooked(model, lambda: lambda module, inputs, output: output.sin().cos().exp().tanh()),
+        lambda: model(**tiny_batch(2, 33)).loss,
+        lambda: torch.func.functional_call(model, made(), kwargs=tiny_batch(2, 33)).loss,
+    ]
+    alone = []
+    for forward in forwards:
+        with apply_plan(model, plan) as applied:
+            alone.append(step(model, applied, forward))
+    with apply_plan(model, plan) as applied:
+        for index in (0, 0, 1, 2, 2, 3, 0, 3, 1, 2):
+            grads, counts = step(model, applied, forwards[index])
+            assert equal(grads, alone[index][0])
+            assert counts == alone[index][1], index
+
+
+@pytest.mark.parametrize("share", [0.05, 0.1, 0.3, 0.5])
+@pytest.mark.parametrize("labels", ["full+offload:block_input", LABELS, "offload:gdn_in_proj"])
+@pytest.mark.filterwarnings("ignore:offload label")  # the smallest share has no room for one storage of some plans
+def test_an_input_of_another_layout_or_storage_is_seen_at_once(labels: str, share: float) -> None:
+    model, plan = stack(), moving(f"{labels}@{share}", resident_last_blocks=0, min_bytes=0)
+    layouts: tuple[Callable[[Tensor], Tensor], ...] = (torch.clone, wide, turned, lambda x: torch.clone(x).as_subclass(Kind))
+
+    def forward(layout: Callable[[Tensor], Tensor]) -> Tensor:
+        x = torch.randn(2, 33, 64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        return model(layout(x)).square().mean().as_subclass(Tensor)
+
+    alone = {}
+    for layout in layouts:
+        with apply_plan(model, plan) as applied:
+            alone[layout] = step(model, applied, lambda layout=layout: forward(layout))
+    with apply_plan(model, plan) as applied:
+        for layout in (*layouts, wide, torch.clone, turned, torch.clone, wide, *layouts[::-1]):
+            grads, counts = step(model, applied, lambda layout=layout: forward(layout))
+            assert equal(grads, alone[layout][0])
+            assert counts == alone[layout][1]
+            assert counts["bytes_out"] <= share * counts["eligible_bytes"]
+
+
 def test_a_block_that_raises_counts_the_same_whether_it_was_known() -> None:
     model, found = stack(), []
     for known in (False, True):

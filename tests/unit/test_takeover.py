@@ -22,6 +22,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer
 from lightning_gdn.apply import apply_plan, instrument
 from lightning_gdn.takeover import Takeover, foreign_hooks
 from tests.models import tiny_batch, tiny_qwen3_5
+from tests.parity.steps import moving
 
 BATCH = tiny_batch(2, 33)
 
@@ -185,16 +186,23 @@ def test_a_copy_of_a_model_with_an_instance_forward_runs_the_copys(model: nn.Mod
             assert torch.equal(other(**BATCH).logits, plain(**BATCH).logits)
 
 
-def test_a_dropped_model_is_freed_at_once() -> None:
+@pytest.mark.parametrize("ending", ["dropped too", "kept", "undone"])
+@pytest.mark.parametrize("labels", ["full", "gdn_norm_out", "offload:gdn_core_attn", ""])
+def test_a_dropped_model_is_freed_at_once(labels: str, ending: str) -> None:
     gc.collect()
     gc.disable()
     try:
         model = tiny_qwen3_5()
-        applied = apply_plan(model, "full")
+        applied: Any = apply_plan(model, moving(labels, min_bytes=0) if "offload" in labels else labels.split())
         gradients(model)
-        layer = weakref.ref(model.model.layers[0])
-        del model, applied
-        assert layer() is None
+        watched = [weakref.ref(module) for module in model.modules()]
+        if ending == "undone":
+            applied.undo()
+        if ending == "dropped too":
+            applied = None
+        del model
+        assert not any(reference() is not None for reference in watched)
+        assert applied is None or applied.kernel_problems(torch.device("cuda")) == []
     finally:
         gc.enable()
 
