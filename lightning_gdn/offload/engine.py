@@ -159,15 +159,12 @@ class Engine:
             block._moving = []
             if block._repeated is not None and not failed:
                 self._repeat(block, block._repeated)
-            if failed:
-                self._release(forward, block.index, all_of_them=True)
-            else:
-                self._advance(forward, block.index, last=last)
+            self._advance(forward, block.index, last=last or failed, timed=not failed)
             self._recorder.host("out", time.perf_counter_ns() - since)
 
-    def _advance(self, forward: Pass, ended: int, *, last: bool) -> None:
+    def _advance(self, forward: Pass, ended: int, *, last: bool, timed: bool = True) -> None:
         self._release(forward, ended, all_of_them=last)
-        if last and not forward.ended:
+        if last and timed and not forward.ended:
             forward.ended = True
             self._recorder.span("forward", forward.started, self._recorder.mark(self._backend.current()), forward.eligible)
 
