@@ -83,16 +83,18 @@ def state_of(module: nn.Module) -> tuple[Any, ...]:
     return tuple(found)
 
 
-def layout_of(value: Any) -> Any:
-    """What of an argument decides which storages a call saves, and how large they are; None for what is no tensor."""
+def layout_of(value: Any, least: int) -> Any:
+    """What of an argument decides which storages of `least` bytes or more a call saves, and how large they are; None for what is no tensor. (The
+    offsets of packed sequences are small, and as many as the sequences: a state for every number of them would never come again.)"""
     if isinstance(value, (tuple, list)):
-        return tuple(map(layout_of, value))
+        return tuple(layout_of(part, least) for part in value)
     if not isinstance(value, Tensor):
         return None
     try:
-        return type(value), value.shape, value.dtype, value.requires_grad, value.stride(), value.untyped_storage().nbytes()
+        nbytes = value.untyped_storage().nbytes()
+        return (type(value), value.shape, value.dtype, value.requires_grad, value.stride(), nbytes) if nbytes >= least else type(value)
     except (NotImplementedError, RuntimeError):  # sparse and the like
-        return type(value), value.shape, value.dtype, value.requires_grad
+        return type(value)
 
 
 def _storages_of(module: nn.Module, found: set[int | None]) -> set[int | None]:

@@ -222,7 +222,7 @@ class BlockTakeover(Takeover):
             session.ledger.kernels.update(self._adapter.kernels(module, x.device, session.kernels))
         mover, known, state = None, None, (x.shape, x.dtype, module.training, x.requires_grad)
         if moving is not None and block is not None:
-            state = self._state(module, x, args, kwargs)
+            state = self._state(module, x, moving.min_bytes, args, kwargs)
             known = self._recall(state)
             nothing = known.nothing if known is not None and probe is None else None
             if nothing is None or not block.repeats(nothing):
@@ -250,12 +250,12 @@ class BlockTakeover(Takeover):
             session.complete()
         return out
 
-    def _state(self, module: nn.Module, x: Tensor, args: Any, kwargs: Any) -> tuple[Any, ...]:
+    def _state(self, module: nn.Module, x: Tensor, least: int, args: Any, kwargs: Any) -> tuple[Any, ...]:
         """What decides which tensors a call of this block saves, as far as it is cheap to see."""
         kind = x.device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        given = layout_of(args), tuple((name, layout_of(value)) for name, value in kwargs.items() if value is not None)
-        return x.shape, x.dtype, module.training, x.requires_grad, x.grad_fn is None, autocast, state_of(module), given
+        given = layout_of(args, least), tuple((name, layout_of(value, least)) for name, value in kwargs.items() if value is not None)
+        return x.shape, x.dtype, module.training, x.requires_grad, x.stride(), x.grad_fn is None, autocast, state_of(module), given
 
     def same_weights(self) -> bool:
         """Whether the weights that train, and their dtypes, are those of the call that the ledger counted. Where nothing moves no call looks at

@@ -204,6 +204,28 @@ def test_a_small_share_moves_with_resident_blocks_and_others_without_the_label(f
         assert share - largest / counts["eligible_bytes"] / 2 < counts["bytes_out"] / counts["eligible_bytes"] <= share, (share, counts)
 
 
+def test_as_many_packed_sequences_as_there_are_is_no_new_state(looks: Looks) -> None:
+    """Their number differs in every step; their offsets are small, and nothing large depends on it."""
+    model = tiny_qwen3_5(num_hidden_layers=8)
+    x, positions = torch.randn(1, 66, 64), torch.arange(66).expand(3, 1, 66)
+    rotary = model.model.rotary_emb(x, positions)
+
+    def forward(sequences: int) -> Tensor:
+        found, offsets = x.requires_grad_() * 1.0, torch.linspace(0, 66, sequences + 1).int()
+        for layer in model.model.layers:
+            found = layer(found, position_embeddings=rotary, cu_seq_lens_q=offsets, cu_seq_lens_k=offsets)
+        return found.square().mean()
+
+    with apply_plan(model, moving(f"{LABELS}@0.3", resident_last_blocks=0, min_bytes=1024)) as applied:
+        _, want = step(model, applied, lambda: forward(1))
+        seen = []
+        for sequences in range(2, 12):
+            looks.take()
+            assert step(model, applied, lambda sequences=sequences: forward(sequences))[1] == want
+            seen.append(looks.take())
+    assert max(seen[1:]) < 6, "only blocks in which something moves are looked at"
+
+
 def swapped_for_smaller(model: Any) -> None:
     for layer in model.model.layers:
         layer.mlp.gate_proj, layer.mlp.up_proj = nn.Linear(64, 32), nn.Linear(64, 32)
