@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..kernels.gated_norm import gated_rms_norm, gated_rms_norm_again
 from ..models import gdn_stack as model
 from ..regions import GDN, BlockLayout
 from ..tape import RegionFn, Tape
@@ -15,13 +16,31 @@ from .base import Adapter
 
 __all__ = ["ADAPTER"]
 
+
+def _norm_out(mixer: model.GDNMixer, o: Tensor, z: Tensor) -> Tensor:
+    """`model.norm_out`, on CUDA by a launch of its kernel."""
+    if o.device.type != "cuda":
+        return model.norm_out(mixer, o, z)
+    width = mixer.head_v_dim
+    return gated_rms_norm(o.reshape(-1, width), z.reshape(-1, width), mixer.norm_weight, mixer.eps).reshape(z.shape)
+
+
+def _norm_out_again(mixer: model.GDNMixer, o: Tensor, z: Tensor) -> tuple[Tensor, list[Tensor]] | None:
+    """See `RegionFn.again`."""
+    if o.device.type != "cuda":
+        return None
+    width = mixer.head_v_dim
+    found = gated_rms_norm_again(o.reshape(-1, width), z.reshape(-1, width), mixer.norm_weight, mixer.eps)
+    return None if found is None else (found[0].reshape(z.shape), found[1])
+
+
 _INPUT_NORM = RegionFn(name="input_norm", call=model.input_norm, params=("norm_weight",))
 _IN_PROJ = RegionFn(name="in_proj", call=model.in_proj, modules=("in_proj",))
 _CONV = RegionFn(name="conv", call=model.conv, params=("conv_weight",))
 _PREP = RegionFn(name="prep", call=model.prep)
 _GATES = RegionFn(name="gates", call=model.gates, params=("A_log", "dt_bias"))
 _DELTA_RULE = RegionFn(name="delta_rule", call=model.delta_rule)
-_NORM_OUT = RegionFn(name="norm_out", call=model.norm_out, params=("norm_weight",), again=model.norm_out_again)
+_NORM_OUT = RegionFn(name="norm_out", call=_norm_out, params=("norm_weight",), again=_norm_out_again)
 _OUT_PROJ = RegionFn(name="out_proj", call=model.out_proj, modules=("out_proj",))
 _RESIDUAL = RegionFn(name="mixer_residual", call=model.residual)
 REGIONS = (_INPUT_NORM, _IN_PROJ, _CONV, _PREP, _GATES, _DELTA_RULE, _NORM_OUT, _OUT_PROJ, _RESIDUAL)

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from transformers.activations import SiLUActivation
 
 from ..kernels import bound_function, fused, is_flash_linear_attention, stock_function, torch_function, use_fused
-from ..kernels.gated_norm import gated_rms_norm_again
+from ..kernels.gated_norm import gated_rms_norm, gated_rms_norm_again
 from ..tape import RegionFn
 
 __all__ = ["CONV", "RULE", "Family"]
@@ -134,7 +134,7 @@ def _norm_out(mixer: Any, family: Family, kernels: str, o: Tensor, z: Tensor) ->
     batch, tokens = o.shape[:2]
     o, z = o.reshape(-1, mixer.head_v_dim), z.reshape(-1, mixer.head_v_dim)
     if use_fused(kernels, o.device) and isinstance(mixer.norm, family.plain_norm):
-        x = fused.gated_rms_norm(o, z, mixer.norm.weight, mixer.norm.variance_epsilon)
+        x = gated_rms_norm(o, z, mixer.norm.weight, mixer.norm.variance_epsilon)
     else:
         x = mixer.norm(o, z)
     return x.reshape(batch, tokens, -1)

@@ -1,9 +1,9 @@
-"""FLA's gated RMS norm again, for a replay: its kernel without most of the Python around it.
+"""FLA's gated RMS norm in blocks under a plan: its kernel without most of the Python around it.
 
-A call of `rms_norm_gated` is one small kernel under autograd, a guard of its inputs, a choice of backends, heuristics, an autotuner and Triton's own
-dispatch. At few tokens a step is bound by the host, and that is most of what a replay costs. So the first replay of a kind calls FLA, launches the
-compiled kernel that FLA's autotuner chose, and compares; where all bits are equal, later ones launch only. Where they are not, or anything here is
-not as in the version that is known, FLA's function is called, without autograd.
+A call of `rms_norm_gated` is one small kernel behind a guard of its inputs, a choice of backends, heuristics, an autotuner and Triton's own
+dispatch. At few tokens a step is bound by the host, and that is most of what the norm costs, in the forward and in a replay. So the first call of
+a kind is FLA's; then the compiled kernel that FLA's autotuner chose is launched, and compared; where all bits are equal, later calls launch only.
+Where they are not, or anything here is not as in the version that is known, FLA's function is called. The gradient is always FLA's.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["gated_rms_norm_again"]
+from . import fused
+
+__all__ = ["gated_rms_norm", "gated_rms_norm_again"]
 
 _ARGUMENTS = "ctx x g weight bias activation residual eps prenorm residual_in_fp32 is_rms_norm".split()
 _WIDEST = 512
@@ -29,15 +31,16 @@ _ALIGNED = 16
 """Bytes. Triton compiles for pointers that are multiples of it, and again for those that are not."""
 
 _Result = tuple[Tensor, list[Tensor]]
+_Kind = tuple[Any, ...]
 
 
-class _Saved:
-    """In the place of autograd's context: takes what a function saves for its backward."""
+class _Context:
+    """In the place of autograd's context: takes what a function leaves for its backward."""
 
-    tensors: tuple[Tensor | None, ...] = ()
+    saved: tuple[Tensor | None, ...] = ()
 
     def save_for_backward(self, *tensors: Tensor | None) -> None:
-        self.tensors = tensors
+        self.saved = tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +62,25 @@ class _Launch:
         return y, [x, gate, weight, rstd]
 
 
-_launches: dict[tuple[Any, ...], _Launch | None] = {}
+_launches: dict[_Kind, _Launch | None] = {}
 """By what FLA's autotuner and Triton's compiler look at; None where FLA has to be called."""
 
 
+def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`fused.gated_rms_norm`: the same bits and gradients, the same tensors saved in the same order, for less host time.
+
+    Args:
+        x: [N, V]; gate: [N, V]; weight: [V]; eps: added to the mean square.
+    """
+    launch = _launch_of(x, gate, weight, eps)
+    if launch is None:
+        return fused.gated_rms_norm(x, gate, weight, eps)
+    result: Tensor = _Launched.apply(x, gate, weight, eps, launch)
+    return result
+
+
 def gated_rms_norm_again(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> _Result | None:
-    """`fused.gated_rms_norm` without autograd: the same bits for less host time.
+    """`fused.gated_rms_norm` without autograd, for a replay.
 
     Args:
         x: [N, V]; gate: [N, V]; weight: [V]; eps: added to the mean square.
@@ -72,29 +88,75 @@ def gated_rms_norm_again(x: Tensor, gate: Tensor, weight: Tensor, eps: float) ->
     Returns:
         The result and what autograd saves, in its order; None if FLA's function is not one that is known here, or the weight is made in the call.
     """
-    function = _function()
-    if function is None or not isinstance(weight, nn.Parameter):
+    if not isinstance(weight, nn.Parameter):
         return None
-    kind = (x.shape[1], -(-x.shape[0] // _BUCKET), x.dtype, gate.dtype, weight.dtype, eps, x.device)
-    plain = _is_plain(x, gate, weight)
-    if plain and (launch := _launches.get(kind)) is not None:
+    launch = _launch_of(x, gate, weight, eps)
+    if launch is not None:
         return launch(x, gate, weight, eps)
-    saved = _Saved()
     try:
-        y = function.forward(saved, x, gate, weight, None, "swish", None, eps, False, False, True)
-    except AttributeError:  # it asks its context for more than that
+        y, context = _called(x, gate, weight, eps)
+    except AttributeError:  # there is no such function, or it asks its context for more than that
         return None
-    found = y, [tensor for tensor in saved.tensors if tensor is not None]
-    if plain and kind not in _launches and not torch.cuda.is_current_stream_capturing():
-        _launches[kind] = _proven(found, eps, kind[1])
-    return found
+    return y, [tensor for tensor in context.saved if tensor is not None]
 
 
-def _is_plain(x: Tensor, gate: Tensor, weight: Tensor) -> bool:
-    """Whether FLA and Triton would take these tensors as they are, to the kernel of their kind."""
+class _Launched(torch.autograd.Function):
+    """FLA's function with the kernel launched."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gate: Tensor, weight: Tensor, eps: float, launch: _Launch) -> Tensor:
+        y, saved = launch(x, gate, weight, eps)
+        _leave(ctx, x, gate, weight, eps, saved[-1])
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        function = _function()
+        assert function is not None
+        found: Any = function.backward(ctx, *gradients)
+        return *found[:3], None, None
+
+
+def _leave(ctx: Any, x: Tensor, gate: Tensor, weight: Tensor, eps: float, rstd: Tensor) -> Any:
+    """What FLA's function leaves for its backward."""
+    ctx.save_for_backward(x, gate, weight, None, None, rstd)
+    ctx.x_shape_og, ctx.g_shape_og, ctx.x_dtype = x.shape, gate.shape, x.dtype
+    ctx.activation, ctx.eps, ctx.is_rms_norm, ctx.has_residual, ctx.prenorm = "swish", eps, True, False, False
+    return ctx
+
+
+def _left(context: _Context) -> dict[str, Any]:
+    """The attributes of a context, tensors by shape and dtype."""
+    saved = [None if tensor is None else (tensor.shape, tensor.dtype) for tensor in context.saved]
+    return vars(context) | {"saved": saved}
+
+
+def _launch_of(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> _Launch | None:
+    """The launch for tensors that FLA and Triton would take as they are, to the kernel of their kind. The first of a kind is the one compared."""
+    if not (type(x) is type(gate) is Tensor and type(weight) is nn.Parameter):
+        return None
     if not (x.is_contiguous() and gate.is_contiguous() and weight.is_contiguous()):
-        return False
-    return not (x.data_ptr() | gate.data_ptr() | weight.data_ptr()) % _ALIGNED and torch.cuda.current_device() == x.device.index
+        return None
+    if (x.data_ptr() | gate.data_ptr() | weight.data_ptr()) % _ALIGNED or torch.cuda.current_device() != x.device.index:
+        return None
+    kind = x.shape[1], -(-x.shape[0] // _BUCKET), x.dtype, gate.dtype, weight.dtype, eps, x.device
+    if kind not in _launches:
+        if torch.cuda.is_current_stream_capturing():
+            return None
+        with torch.no_grad():
+            try:
+                _launches[kind] = _proven(x, gate, weight, eps)
+            except Exception:  # noqa: BLE001  another FLA or Triton, or no memory to compare in: FLA's function is called, now and later
+                _launches[kind] = None
+    return _launches[kind]
+
+
+def _called(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, _Context]:
+    """FLA's function without autograd. AttributeError: it is none that is known here."""
+    function, context = _function(), _Context()
+    if function is None:
+        raise AttributeError("no such function")
+    return function.forward(context, x, gate, weight, None, "swish", None, eps, False, False, True), context
 
 
 @cache
@@ -107,31 +169,27 @@ def _function() -> type[torch.autograd.Function] | None:
     return function if list(inspect.signature(function.forward).parameters) == _ARGUMENTS else None
 
 
-def _proven(called: _Result, eps: float, bucket: int) -> _Launch | None:
-    """A launch of what FLA just ran; None if it does not make all of it again, bit for bit."""
-    y, saved = called
-    if len(saved) != 4 or saved[0].shape[1] > _WIDEST:
+def _proven(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> _Launch | None:
+    """A launch of what FLA's function runs; None if it does not make all of that, bit for bit, and all that its backward needs."""
+    y, context = _called(x, gate, weight, eps)
+    rows, width = x.shape
+    rstd = context.saved[-1]
+    if rstd is None or width > _WIDEST or _left(context) != _left(_leave(_Context(), x, gate, weight, eps, rstd)):
         return None
-    x, gate, weight, rstd = saved
-    width = x.shape[1]
-    try:
-        from fla.modules.norm.fused_norm_gate import layer_norm_gated_fwd_kernel
+    from fla.modules.norm.fused_norm_gate import layer_norm_gated_fwd_kernel
 
-        tuner = layer_norm_gated_fwd_kernel.fn
-        config = tuner.best_config
-        if config.pre_hook is not None:
-            return None
-        rows_per_program, names = config.kwargs["BT"], tuner.fn.arg_names
-        flags = {"IS_RMS_NORM": True, "STORE_RESIDUAL_OUT": False, "HAS_RESIDUAL": False, "HAS_WEIGHT": True, "HAS_BIAS": False}
-        options = flags | {"D": width, "BD": 1 << (width - 1).bit_length(), "NB": bucket, "ACTIVATION": "swish"} | config.all_kwargs()
-        if list(names[: len(_TENSORS)]) != _TENSORS:
-            return None
-        # Full of NaN: memory that is given back may hold the result of the forward.
-        y_again, rstd_again = torch.full_like(y, torch.nan), torch.full_like(rstd, torch.nan)
-        grid = (-(-x.shape[0] // rows_per_program),)
-        compiled = tuner.fn[grid](x, gate, y_again, weight, None, None, None, None, rstd_again, eps, x.shape[0], **options)
-        launch = _Launch(compiled, rows_per_program, tuple(options[name] for name in names[len(_TENSORS) :]))
-        again, made = launch.into(y_again.fill_(torch.nan), rstd_again.fill_(torch.nan), x, gate, weight, eps)
-    except Exception:  # noqa: BLE001  another FLA or Triton, or no memory to compare in: FLA's function ran, and will again
+    tuner = layer_norm_gated_fwd_kernel.fn
+    config, names = tuner.best_config, tuner.fn.arg_names
+    if config.pre_hook is not None or list(names[: len(_TENSORS)]) != _TENSORS:
         return None
-    return launch if all(torch.equal(a, b) for a, b in zip((again, *made), (y, *saved), strict=True)) else None
+    flags = {"IS_RMS_NORM": True, "STORE_RESIDUAL_OUT": False, "HAS_RESIDUAL": False, "HAS_WEIGHT": True, "HAS_BIAS": False}
+    shapes = {"D": width, "BD": 1 << (width - 1).bit_length(), "NB": -(-rows // _BUCKET), "ACTIVATION": "swish"}
+    options, rows_per_program = flags | shapes | config.all_kwargs(), config.kwargs["BT"]
+    # Full of NaN: memory that is given back may hold the result of the forward.
+    y_again, rstd_again = torch.full_like(y, torch.nan), torch.full_like(rstd, torch.nan)
+    grid = (-(-rows // rows_per_program),)
+    compiled = tuner.fn[grid](x, gate, y_again, weight, None, None, None, None, rstd_again, eps, rows, **options)
+    launch = _Launch(compiled, rows_per_program, tuple(options[name] for name in names[len(_TENSORS) :]))
+    again, made = launch.into(y_again.fill_(torch.nan), rstd_again.fill_(torch.nan), x, gate, weight, eps)
+    kept = [tensor for tensor in context.saved if tensor is not None]
+    return launch if all(torch.equal(a, b) for a, b in zip((again, *made), (y, *kept), strict=True)) else None

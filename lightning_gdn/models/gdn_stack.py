@@ -1,7 +1,8 @@
 """A stack of Gated DeltaNet layers: norm, mixer with one fused input projection, residual; no MLP.
 
 It is the model that selective recompute of GDN is measured on upstream (hidden 2048, 16 key and 32 value heads of width 128), and, since
-every step is a function of its own, the executable specification of the regions: the adapter runs these very functions through the tape.
+every step is a function of its own, the executable specification of the regions: the adapter runs these very functions through the tape (but
+launches the gated norm's kernel itself).
 On CUDA the steps are flash-linear-attention's kernels, on a CPU plain PyTorch.
 
 Shapes: B batch, T tokens, H hidden, K = key heads x key head dim, V = value heads x value head dim, C = 2K + V.
@@ -16,7 +17,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..kernels import fused, torch_ops
-from ..kernels.gated_norm import gated_rms_norm_again
 
 __all__ = ["GDNBlock", "GDNMixer", "GDNStack", "operations"]
 
@@ -171,15 +171,6 @@ def norm_out(mixer: GDNMixer, o: Tensor, z: Tensor) -> Tensor:
     """o [B, T, value heads, value dim], z [B, T, V] -> [B, T, V]."""
     width = mixer.head_v_dim
     return operations(o.device).gated_rms_norm(o.reshape(-1, width), z.reshape(-1, width), mixer.norm_weight, mixer.eps).reshape(z.shape)
-
-
-def norm_out_again(mixer: GDNMixer, o: Tensor, z: Tensor) -> tuple[Tensor, list[Tensor]] | None:
-    """See `RegionFn.again`."""
-    if o.device.type != "cuda":
-        return None
-    width = mixer.head_v_dim
-    found = gated_rms_norm_again(o.reshape(-1, width), z.reshape(-1, width), mixer.norm_weight, mixer.eps)
-    return None if found is None else (found[0].reshape(z.shape), found[1])
 
 
 def out_proj(mixer: GDNMixer, x: Tensor) -> Tensor:

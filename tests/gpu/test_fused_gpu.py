@@ -175,4 +175,23 @@ def test_gated_norm_again_is_the_gated_norm(rows: int, width: int, dtype: torch.
         assert all(torch.equal(again, first) for again, first in zip(found[1], saved, strict=True))
         assert len(saved) == 4
         calls_by_turn.append(len(calls))
-    assert calls_by_turn == ([1, 1, 0, 1, 0, 1] if width <= 512 else [1] * 6)
+    assert calls_by_turn == ([1, 1, 0, 1, 0, 1] if width <= 512 else [1, 2, 1, 2, 1, 1])
+
+
+@pytest.mark.parametrize(("rows", "width", "dtype"), [(300, 128, torch.bfloat16), (70_000, 64, torch.float32), (40, 640, torch.bfloat16)])
+def test_gated_norm_under_autograd_is_the_gated_norm(rows: int, width: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a block under a plan calls: result, gradients and saved tensors of FLA's function, from the first call on."""
+    monkeypatch.setattr(gated_norm, "_launches", {})
+    torch.manual_seed(0)
+    weight = nn.Parameter(torch.randn(width, device="cuda", dtype=dtype))
+    for turn in range(4):
+        x, gate = (torch.randn(rows - turn, width, device="cuda", dtype=dtype, requires_grad=True) for _ in range(2))
+        found: list[list[Tensor]] = []
+        for function in (fused.gated_rms_norm, gated_norm.gated_rms_norm):
+            saved: list[Tensor] = []
+            with torch.autograd.graph.saved_tensors_hooks(lambda tensor, saved=saved: (saved.append(tensor), tensor)[1], lambda tensor: tensor):  # type: ignore[misc]
+                y = function(x, gate, weight, 1e-6)
+            assert [tensor is weight for tensor in saved] == [False, False, True, False]
+            found.append([y, *torch.autograd.grad(y.float().sin().sum(), (x, gate, weight)), *saved])
+        assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert [launch is not None for launch in gated_norm._launches.values()] == [width <= 512]

@@ -1,4 +1,4 @@
-"""`gated_rms_norm_again` with a kernel of its own in FLA's place: when the launch alone is trusted, and when FLA is called."""
+"""The gated norm with a kernel of the test's own in FLA's place: when the launch alone is trusted, and when FLA is called."""
 
 from __future__ import annotations
 
@@ -64,6 +64,31 @@ class Tuner:
         self.fn, self.best_config = Kernel(), SimpleNamespace(kwargs={"BT": 16}, pre_hook=None, all_kwargs=lambda: {"BT": 16, "num_warps": 4})
 
 
+def formula(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x * (x.pow(2).mean(-1, keepdim=True) + eps).rsqrt() * weight * torch.nn.functional.silu(gate)
+
+
+def as_fla(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """In the place of `fused.gated_rms_norm`: under autograd by `Called`, which counts as FLA's function does."""
+    result: Tensor = Called.apply(x, gate, weight, eps)
+    return result
+
+
+class Called(torch.autograd.Function):
+    """The stand-in for FLA's function, under autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+        y: Tensor = sys.modules["fla.modules.norm.fused_norm_gate"].LayerNormGatedFunction.forward(
+            ctx, x, gate, weight, None, "swish", None, eps, False, False, True
+        )
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return *sys.modules["fla.modules.norm.fused_norm_gate"].LayerNormGatedFunction.backward(ctx, *gradients)[:3], None
+
+
 @pytest.fixture
 def tuner(monkeypatch: pytest.MonkeyPatch) -> Iterator[Tuner]:
     """In the place of FLA's module: a function that launches the same arithmetic, and counts its calls."""
@@ -71,6 +96,7 @@ def tuner(monkeypatch: pytest.MonkeyPatch) -> Iterator[Tuner]:
 
     class Function:
         calls = 0
+        gradients = 0
 
         @staticmethod
         def forward(
@@ -92,7 +118,22 @@ def tuner(monkeypatch: pytest.MonkeyPatch) -> Iterator[Tuner]:
                 x, g, y, weight, None, None, None, None, rstd, eps, len(x), 24, 16, 32, 1, activation, is_rms_norm, True
             )
             ctx.save_for_backward(x, g, weight, bias, None, rstd)
+            ctx.x_shape_og, ctx.g_shape_og, ctx.x_dtype, ctx.activation, ctx.eps = x.shape, g.shape, x.dtype, activation, eps
+            ctx.is_rms_norm, ctx.has_residual, ctx.prenorm = is_rms_norm, residual is not None, prenorm
             return y
+
+        @staticmethod
+        def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+            assert (ctx.activation, ctx.is_rms_norm, ctx.has_residual, ctx.prenorm, ctx.x_dtype) == ("swish", True, False, False, dy.dtype)
+            assert ctx.x_shape_og == ctx.g_shape_og == dy.shape
+            Function.gradients += 1
+            x, g, weight, bias, mean, rstd = ctx.saved_tensors
+            assert bias is None
+            assert mean is None
+            torch.testing.assert_close(rstd, (x.pow(2).mean(-1) + ctx.eps).rsqrt().float())
+            with torch.enable_grad():
+                leaves = [tensor.detach().requires_grad_() for tensor in (x, g, weight)]
+                return *torch.autograd.grad(formula(*leaves, ctx.eps), leaves, dy), *[None] * 7
 
     module.LayerNormGatedFunction, module.layer_norm_gated_fwd_kernel = Function, SimpleNamespace(fn=tuner)  # type: ignore[attr-defined]
     for name in ("fla", "fla.modules", "fla.modules.norm"):
@@ -101,6 +142,7 @@ def tuner(monkeypatch: pytest.MonkeyPatch) -> Iterator[Tuner]:
     monkeypatch.setattr(gated_norm, "_launches", {})
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)  # the index of the CPU
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(gated_norm.fused, "gated_rms_norm", as_fla)
     gated_norm._function.cache_clear()
     tuner.function = Function  # type: ignore[attr-defined]
     yield tuner
@@ -115,49 +157,92 @@ def tensor(shape: tuple[int, ...], dtype: torch.dtype, how: str) -> Tensor:
     return (flat[1:] if how == "unaligned" else flat[:-1]).view(shape)
 
 
-def again(rows: int = 40, odd: str = "", how: str = "strided", dtype: torch.dtype = torch.float32, eps: float = 1e-6) -> None:
-    """One replay, checked against the formula; `odd` names the tensor that is not plain."""
+def inputs(rows: int, odd: str, how: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, nn.Parameter]:
+    """x, gate and weight; `odd` names the one that is not plain."""
     shapes = {"x": (rows, 24), "gate": (rows, 24), "weight": (24,)}
     x, gate, weight = (tensor(shape, dtype, how if name == odd else "") for name, shape in shapes.items())
-    weight = nn.Parameter(weight)
+    return x, gate, nn.Parameter(weight)
+
+
+def again(rows: int = 40, odd: str = "", how: str = "strided", dtype: torch.dtype = torch.float32, eps: float = 1e-6) -> None:
+    """One replay, checked against the formula."""
+    x, gate, weight = inputs(rows, odd, how, dtype)
     found = gated_norm.gated_rms_norm_again(x, gate, weight, eps)
     assert found is not None
     y, saved = found
-    rstd = (x.pow(2).mean(-1) + eps).rsqrt()
-    torch.testing.assert_close(y, (x * rstd[:, None] * weight * torch.nn.functional.silu(gate)).detach())
+    torch.testing.assert_close(y, formula(x, gate, weight, eps).detach())
     assert [tuple(tensor.shape) for tensor in saved] == [(rows, 24), (rows, 24), (24,), (rows,)]
     assert saved[2] is weight
 
 
-def test_the_first_compares_and_the_others_launch(tuner: Any) -> None:
-    again()
-    assert (tuner.function.calls, tuner.fn.dispatched, tuner.fn.launches) == (1, 1, 1)
-    again()
-    again(rows=8)
-    assert (tuner.function.calls, tuner.fn.dispatched, tuner.fn.launches) == (1, 1, 3)
-    again(dtype=torch.float64)
-    again(eps=1e-2)
+def forward(rows: int = 40, odd: str = "", how: str = "strided", dtype: torch.dtype = torch.float32, eps: float = 1e-6) -> None:
+    """One call under autograd: result, gradients and what is saved are those of FLA's function."""
+    leaves = inputs(rows, odd, how, dtype)
+    found: list[list[Tensor]] = []
+    counts = as_fla_counts()
+    for function in (as_fla, gated_norm.gated_rms_norm):
+        saved: list[Tensor] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor, saved=saved: (saved.append(tensor), tensor)[1], lambda tensor: tensor):  # type: ignore[misc]
+            y = function(*(leaf.requires_grad_() for leaf in leaves), eps)
+        assert saved[2] is leaves[2]
+        found.append([y, *torch.autograd.grad(y.sin().sum(), leaves), *saved])
+        if function is as_fla:
+            as_fla_counts(counts)
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def as_fla_counts(back: int | None = None) -> int:
+    """Calls of the stand-in; `back` sets them."""
+    function = sys.modules["fla.modules.norm.fused_norm_gate"].LayerNormGatedFunction
+    if back is not None:
+        function.calls = back
+    calls: int = function.calls
+    return calls
+
+
+CALLS = pytest.mark.parametrize("call", [again, forward])
+
+
+@CALLS
+def test_the_first_compares_and_the_others_launch(tuner: Any, call: Callable[..., None]) -> None:
+    call()
+    assert (tuner.function.calls, tuner.fn.dispatched, tuner.fn.launches) == (1, 1, 2), "compared, and launched"
+    call()
+    call(rows=8)
+    assert (tuner.function.calls, tuner.fn.dispatched, tuner.fn.launches) == (1, 1, 4)
+    call(dtype=torch.float64)
+    call(eps=1e-2)
     assert tuner.function.calls == 3, "other kinds"
 
 
+def test_forward_and_replay_know_the_same_kinds(tuner: Any) -> None:
+    forward()
+    again()
+    again(eps=1e-2)
+    forward(eps=1e-2)
+    assert tuner.function.calls == 2
+
+
+@CALLS
 @pytest.mark.parametrize("how", ["strided", "unaligned"])
 @pytest.mark.parametrize("odd", ["x", "gate", "weight"])
-def test_tensors_that_another_kernel_would_take_go_to_fla(tuner: Any, odd: str, how: str) -> None:
+def test_tensors_that_another_kernel_would_take_go_to_fla(tuner: Any, odd: str, how: str, call: Callable[..., None]) -> None:
     for _ in range(2):
-        again(odd=odd, how=how)
+        call(odd=odd, how=how)
     assert (tuner.function.calls, tuner.fn.launches) == (2, 0), "not compared with them either"
-    again()
-    again(odd=odd, how=how)
-    assert (tuner.function.calls, tuner.fn.launches) == (4, 1)
+    call()
+    call(odd=odd, how=how)
+    assert (tuner.function.calls, tuner.fn.launches) == (4, 2)
 
 
+@CALLS
 @pytest.mark.parametrize("fault", ["wrong", "idle"])
-def test_a_launch_that_differs_is_never_trusted(tuner: Any, fault: str) -> None:
+def test_a_launch_that_differs_is_never_trusted(tuner: Any, fault: str, call: Callable[..., None]) -> None:
     setattr(tuner.fn, fault, True)
-    again()
+    call()
     setattr(tuner.fn, fault, False)
-    again()
-    assert (tuner.function.calls, tuner.fn.launches) == (2, 1)
+    call()
+    assert (tuner.function.calls, tuner.fn.launches) == (3, 1), "the comparison, and every call"
 
 
 class Raising:
@@ -183,12 +268,40 @@ CHANGES: dict[str, Callable[[Any, pytest.MonkeyPatch], None]] = {
 }
 
 
+@CALLS
 @pytest.mark.parametrize("change", CHANGES)
-def test_where_anything_is_not_as_known_fla_is_called(tuner: Any, change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_anything_is_not_as_known_fla_is_called(tuner: Any, change: str, monkeypatch: pytest.MonkeyPatch, call: Callable[..., None]) -> None:
     CHANGES[change](tuner, monkeypatch)
-    again()
-    again()
-    assert tuner.function.calls == 2
+    call()
+    call()
+    assert tuner.function.calls in (2, 3), "every call, and the comparison if it came to that"
+    call()
+    assert tuner.function.calls in (3, 4), "which is not made again"
+
+
+LEFT: dict[str, Callable[[Any], None]] = {
+    "another attribute": lambda ctx: setattr(ctx, "chunk", 3),
+    "another value": lambda ctx: setattr(ctx, "activation", "silu"),
+    "another tensor saved": lambda ctx: ctx.save_for_backward(*ctx.saved, torch.zeros(1)),
+    "another place": lambda ctx: ctx.save_for_backward(*ctx.saved[:3], *ctx.saved[5:], None, None),
+    "another input saved": lambda ctx: ctx.save_for_backward(ctx.saved[0] + 1, *ctx.saved[1:]),
+}
+
+
+@pytest.mark.parametrize("change", LEFT)
+def test_an_fla_whose_backward_needs_something_else_is_called(tuner: Any, change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The version may change what it leaves for its backward: the forward must not leave what this module knows then."""
+    called = gated_norm._called
+
+    def other(*args: Any) -> Any:
+        y, context = called(*args)
+        LEFT[change](context)
+        return y, context
+
+    monkeypatch.setattr(gated_norm, "_called", other)
+    for _ in range(3):
+        forward()
+    assert (tuner.function.calls, list(gated_norm._launches.values())) == (4, [None])
 
 
 def test_a_weight_that_is_made_in_the_call_or_another_fla(tuner: Any) -> None:
