@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import sys
 from collections.abc import Callable, Iterator
@@ -12,7 +13,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_gdn import OffloadConfig, apply_plan
+from lightning_gdn.adapters import gdn_stack as adapter
 from lightning_gdn.kernels import gated_norm
+from lightning_gdn.models import GDNStack
+from lightning_gdn.tape import RegionFn
 
 
 class Kernel:
@@ -336,3 +341,50 @@ def test_a_function_that_asks_its_context_for_more_is_replayed_by_the_call(tuner
     for _ in range(2):
         assert gated_norm.gated_rms_norm_again(x, x, nn.Parameter(torch.ones(24)), 1e-6) is None
     assert tuner.fn.launches == 0
+
+
+LAUNCHED_PLANS: dict[str, dict[str, Any]] = {
+    "gdn_norm_out": {"recompute": ["gdn_norm_out"]},
+    "gdn": {"recompute": ["gdn"]},
+    "full": {"recompute": ["full"]},
+    "offloaded": {"recompute": [], "offload": OffloadConfig(labels=("gdn_norm_out",), min_bytes=0, resident_last_blocks=0)},
+    "offloaded and recomputed": {"recompute": ["gdn_norm_out"], "offload": OffloadConfig(labels=("gdn_core_attn",), min_bytes=0)},
+}
+
+
+@pytest.mark.parametrize("plan", LAUNCHED_PLANS)
+def test_gradients_under_a_plan_are_those_of_fla(tuner: Any, plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The region in a block: launched in the forward and in the replay, with FLA's function in the reference."""
+
+    def norm(run: Callable[..., Any], mixer: Any, o: Tensor, z: Tensor) -> Any:
+        return run(o.reshape(-1, 24), z.reshape(-1, 24), mixer.norm_weight, mixer.eps)
+
+    def again(mixer: Any, o: Tensor, z: Tensor) -> Any:
+        y, saved = norm(gated_norm.gated_rms_norm_again, mixer, o, z)
+        return y.reshape(z.shape), saved
+
+    def replaced(run: Callable[..., Any], **more: Any) -> RegionFn:
+        return dataclasses.replace(adapter._NORM_OUT, call=lambda mixer, o, z: norm(run, mixer, o, z).reshape(z.shape), **more)
+
+    torch.manual_seed(0)
+    stack = GDNStack(num_layers=2, hidden_size=16, num_k_heads=2, num_v_heads=2, head_k_dim=8, head_v_dim=24)
+    x = torch.randn(1, 70, 16)
+
+    def gradients() -> list[Tensor]:
+        stack.zero_grad()
+        out = stack(x.clone().requires_grad_())
+        out.sin().sum().backward()
+        return [out.detach(), *(parameter.grad.clone() for parameter in stack.parameters() if parameter.grad is not None)]
+
+    with monkeypatch.context() as patch, apply_plan(stack, ["layernorm"]):
+        patch.setattr(adapter, "_NORM_OUT", replaced(as_fla, again=None))
+        want = gradients()
+    assert tuner.function.calls == 2
+    monkeypatch.setattr(adapter, "_NORM_OUT", replaced(gated_norm.gated_rms_norm, again=again))
+    asked = dict(LAUNCHED_PLANS[plan])
+    with apply_plan(stack, asked.pop("recompute"), **asked):
+        for _ in range(3):
+            assert all(torch.equal(a, b) for a, b in zip(want, gradients(), strict=True))
+    assert tuner.function.calls == 3, "one comparison"
+    replays = 0 if plan == "offloaded" else 2
+    assert tuner.fn.launches == 1 + 3 * (2 + replays)
