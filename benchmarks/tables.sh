@@ -6,7 +6,8 @@
 #         of offload:   engine pairs_stack pairs_16384 pairs_4096x4 auto_stack auto_16384 auto_4096x4 combined rivals matrix
 #
 # Recompute has five alternating rounds, offload three. SECONDS_PER_TABLE (default 120; pairs and stack_2048 want 240, the matrix 400) bounds
-# the rounds of each; what did not fit is said, and the record holds whole rounds. PYTHON=python3 chooses the interpreter. Where the host
+# the rounds of each; WARM (default 3) is what a process of a pair runs before its measured steps, with auto until that has settled: 40 gives the
+# control about as many. What did not fit is said, and the record holds whole rounds. PYTHON=python3 chooses the interpreter. Where the host
 # decides (2048 and 4096 tokens), and in stack_full and auto_*, the control takes turns of one step with every arm. A process start, and kernels that have
 # to be tuned, come on top. CUDA_VISIBLE_DEVICES chooses the GPU: bits and bytes may be measured on one while times are measured on another,
 # with CPU cores of their own.
@@ -26,7 +27,7 @@ LABELS=gdn_norm_out,gdn_conv,$UNION,gdn_in_proj_conv,gdn_front,full
 SMALL=none,$LABELS,checkpoint:gdn_norm_out,checkpoint:gdn_conv,checkpoint:gdn_in_proj_conv,checkpoint:gdn_front,checkpoint:block:10,checkpoint:full
 MOVED=offload:gdn_core_attn
 QWEN="benchmarks/offload_model.py --model qwen3_5_0_8b --kernels fused --rounds 3 --warm 2 --steps 3"
-PAIRS="benchmarks/offload_pairs.py --kernels fused"
+PAIRS="benchmarks/offload_pairs.py --warm ${WARM:-3}"
 STOCK=stock:none,stock:gdn_norm_out,stock:$UNION
 COMBINED=none,$MOVED@auto,$UNION+mlp_act,$UNION+mlp_act+$MOVED,$UNION+mlp_act+$MOVED+offload:mlp@auto,full,full+offload:block_input,checkpoint:sweep
 AUTO="--beside --steps 10 --arms none,$MOVED@auto,$MOVED"
@@ -55,9 +56,9 @@ for name in ${*:-stack whole_16384 stack_2048 segments profile whole_4096 4b hos
         profile) table "$name" benchmarks/profile_check.py gdn_stack_20 --steps 3 ;;
         profile_large) table "$name" benchmarks/profile_check.py gdn_stack_20 data.batch_size=4 --steps 3 --rounds 5 ;;
         engine) table "$name" benchmarks/offload_engine.py --rounds 5 ;;
-        pairs_stack) table "$name" benchmarks/offload_pairs.py --case stack --seconds "$limit" ;;
-        pairs_16384) table "$name" $PAIRS --case qwen:16384 --seconds "$limit" ;;
-        pairs_4096x4) table "$name" $PAIRS --case qwen:4096x4 --seconds "$limit" ;;
+        pairs_stack) table "$name" $PAIRS --case stack --seconds "$limit" ;;
+        pairs_16384) table "$name" $PAIRS --kernels fused --case qwen:16384 --seconds "$limit" ;;
+        pairs_4096x4) table "$name" $PAIRS --kernels fused --case qwen:4096x4 --seconds "$limit" ;;
         auto_stack) table "$name" benchmarks/offload_model.py --model stack $AUTO --seconds "$limit" ;;
         auto_16384) table "$name" $QWEN $AUTO --seq 16384 --seconds "$limit" ;;
         auto_4096x4) table "$name" $QWEN $AUTO --seq 4096 --micro-batches 4 --seconds "$limit" ;;
