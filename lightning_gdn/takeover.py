@@ -82,9 +82,9 @@ def foreign_hooks() -> str | None:
 
 
 def _checkpoints(module: nn.Module) -> bool:
-    """Whether a Hugging Face layer checkpoints itself. Not by `getattr`: where a module has no such attribute that costs the host 8 µs."""
-    switch = module.__dict__.get("gradient_checkpointing")
-    return bool(getattr(type(module), "gradient_checkpointing", False) if switch is None else switch) and module.training
+    """Whether a Hugging Face layer checkpoints itself. (A failing `getattr` of a module costs the host 8 µs: not where it has no such switch.)"""
+    name = "gradient_checkpointing"
+    return (name in module.__dict__ or hasattr(type(module), name)) and bool(getattr(module, name)) and module.training
 
 
 class Takeover:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -218,6 +219,46 @@ def test_the_first_compares_and_the_others_launch(tuner: Any, call: Callable[...
     call(dtype=torch.float64)
     call(eps=1e-2)
     assert tuner.function.calls == 3, "other kinds"
+
+
+@pytest.mark.parametrize("trained", ["x", "gate", "weight", "x gate", "none"])
+def test_what_needs_no_gradient_gets_none(tuner: Any, trained: str) -> None:
+    """A frozen norm, or frozen layers before it."""
+    x, gate, weight = inputs(40, "", "", torch.float32)
+    weight.requires_grad_("weight" in trained)
+    leaves = [tensor.requires_grad_() for tensor, name in ((x, "x"), (gate, "gate")) if name in trained] + [weight] * weight.requires_grad
+    results = []
+    for function in (as_fla, gated_norm.gated_rms_norm, gated_norm.gated_rms_norm):
+        y = function(x, gate, weight, 1e-6)
+        assert y.requires_grad == bool(leaves)
+        results.append([y.detach(), *(torch.autograd.grad(y.sin().sum(), leaves) if leaves else ())])
+    assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
+    assert tuner.fn.launches == 3, "compared, and launched twice"
+
+
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_an_edit_of_an_input_after_the_forward_raises(tuner: Any, which: int) -> None:
+    for _ in range(2):
+        leaves = [tensor.requires_grad_() for tensor in inputs(40, "", "", torch.float32)]
+        y = gated_norm.gated_rms_norm(*leaves, 1e-6)
+        with torch.no_grad():
+            leaves[which].add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+    assert tuner.fn.launches == 3
+
+
+def test_a_graph_without_a_backward_is_freed_and_one_that_is_kept_serves_twice(tuner: Any) -> None:
+    leaves = [tensor.requires_grad_() for tensor in inputs(40, "", "", torch.float32)]
+    for _ in range(2):
+        held = leaves[0] * 1
+        reference = weakref.ref(held)
+        y = gated_norm.gated_rms_norm(held, leaves[1], leaves[2], 1e-6)
+        first, second = (torch.autograd.grad(y.sin().sum(), leaves, retain_graph=True) for _ in range(2))
+        assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+        del held, y
+        assert reference() is None
+    assert tuner.fn.launches == 3
 
 
 def test_forward_and_replay_know_the_same_kinds(tuner: Any) -> None:
