@@ -9,6 +9,7 @@ Where they are not, or anything here is not as in the version that is known, FLA
 from __future__ import annotations
 
 import inspect
+import logging
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -20,6 +21,7 @@ from . import fused
 
 __all__ = ["gated_rms_norm", "gated_rms_norm_again"]
 
+_log = logging.getLogger(__name__)
 _ARGUMENTS = "ctx x g weight bias activation residual eps prenorm residual_in_fp32 is_rms_norm".split()
 _WIDEST = 512
 """FLA has another kernel for rows that are wider."""
@@ -146,8 +148,9 @@ def _launch_of(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> _Launch |
         with torch.no_grad():
             try:
                 _launches[kind] = _proven(x, gate, weight, eps)
-            except Exception:  # noqa: BLE001  another FLA or Triton, or no memory to compare in: FLA's function is called, now and later
+            except Exception as error:  # noqa: BLE001  another FLA or Triton, or no memory to compare in
                 _launches[kind] = None
+                _log.info("gated norm of %s: FLA's function is called, its kernel could not be launched alone: %r", kind, error)
     return _launches[kind]
 
 
